@@ -43,7 +43,9 @@ class TenantConfig(BaseModel):
     requests_per_second: float | None = Field(
         None, gt=0, le=1_000_000, description="rate of new requests; one second's worth (at least one) may burst"
     )
-    concurrent_requests: int | None = Field(None, ge=1, description="most requests of the tenant at once")
+    concurrent_requests: int | None = Field(
+        None, ge=1, description="most requests of the tenant at once, over all ingresses"
+    )
     tokens_per_minute: int | None = Field(
         None, ge=1, description="tokens of prompts, cached or not, and of answers; a request reserves its max_tokens"
     )

@@ -136,9 +136,11 @@ class Arrival:
     async def turn(self, choices: int, order: int = 0, *, flex: bool = False) -> None:
         """Wait for a place for ``choices`` generations, or for the tenant's whole share if that is less.
 
-        A tenant's requests with the lowest ``order`` are first. Raises RateLimited for a ``flex`` request that would
-        not leave half of the tenant's queue capacity to its other requests.
+        A tenant's requests with the lowest ``order`` are first. Raises RateLimited if too many of the tenant's requests
+        are under way at all ingresses, and for a ``flex`` request that would not leave half of the tenant's queue
+        capacity to its other requests.
         """
+        await self.allowance.agree()
         room = self._door._requests
         if flex and not room.claim(self._tenant, room.share(self._tenant) // 2).within:
             raise self._door._refusal(room, self._tenant, own=True, code="resource_unavailable")

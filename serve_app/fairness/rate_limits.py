@@ -1,6 +1,7 @@
 """The limits of each tenant (requests per second, concurrent requests, tokens per minute) and their remaining amounts.
 
-Each ingress counts its part of each limit. The APIs write the headers. One asyncio loop uses it.
+What a tenant has at once is counted over all ingresses (``Levels``). Each ingress counts its part of a rate. The APIs
+write the headers. One asyncio loop uses it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from math import ceil
 
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import LimitReason, RateLimited
+from serve_app.fairness.levels import Levels
 
 _WEIGHT = 0.2
 """The weight of the newest request in the mean duration."""
@@ -101,23 +103,33 @@ class _Tenant:
 
     def refuse(self, now_s: float) -> None:
         """Raise RateLimited if a new request exceeds a limit now."""
-        if self.config.concurrent_requests is not None:
-            most = max(1, self.config.concurrent_requests // self.ingresses)
-            if self.running >= most:
-                reason = LimitReason("ingress", "concurrent_requests", self.running, most)
-                raise _refusal(reason, "requests at once", min(60.0, max(1.0, self.mean_s / most)))
+        most = self.config.concurrent_requests
+        if most is not None and self.running >= most:
+            raise self.too_many(most, self.running)
         left = self.requests_left(now_s)
         if left is not None and self.requests is not None and (wait_s := self.requests.wait_s(1, now_s)):
             raise _refusal(left.reason("requests_per_second"), "requests a second", wait_s)
 
+    def too_many(self, most: int, used: int) -> RateLimited:
+        """Return the refusal of a request while as many as allowed, ``used``, are under way."""
+        reason = LimitReason("ingress", "concurrent_requests", used, most)
+        return _refusal(reason, "requests at once", min(60.0, max(1.0, self.mean_s / most)))
+
 
 class TenantLimits:
-    """The limits of all tenants. This ingress enforces its part of them, one of ``ingresses``."""
+    """The limits of all tenants in one of ``ingresses``. ``levels``: this ingress' home of what is counted at once."""
 
     def __init__(
-        self, tenants: Sequence[TenantConfig] = (), ingresses: int = 1, *, clock: Callable[[], float] = time.monotonic
+        self,
+        tenants: Sequence[TenantConfig] = (),
+        ingresses: int = 1,
+        *,
+        levels: Levels | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ingresses = ingresses
+        self.levels = levels or Levels()
+        self.levels.counts["concurrent_requests"] = self._requests_here
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
         self.configure(tenants)
@@ -154,21 +166,41 @@ class TenantLimits:
             known.refuse(self._clock())
             if known.requests is not None:
                 known.requests.take(1, self._clock())
-        return Allowance(known, self._clock)
+        return Allowance(known, self._clock, self.levels)
+
+    def _requests_here(self, tenant: str, _: object) -> tuple[int, bool]:
+        known = self._tenants.get(tenant)
+        return (0 if known is None else known.running), False
 
 
 class Allowance:
     """The part of its tenant's limits that one request holds until its ``end``."""
 
-    __slots__ = ("_begun_s", "_clock", "_reserved", "_tenant", "_used")
+    __slots__ = ("_begun_s", "_clock", "_levels", "_place", "_reserved", "_tenant", "_used", "at_end")
 
-    def __init__(self, tenant: _Tenant | None, clock: Callable[[], float]) -> None:
+    def __init__(self, tenant: _Tenant | None, clock: Callable[[], float], levels: Levels) -> None:
         self._tenant = tenant
+        self._levels = levels
+        self._place = 0
+        self.at_end: list[Callable[[], None]] = []
+        """Called at the end, for what other limits count."""
         self._clock = clock
         self._begun_s = clock()
         self._reserved = self._used = 0
         if tenant is not None:
             tenant.running += 1
+            self._place = tenant.running
+
+    async def agree(self) -> None:
+        """Raise RateLimited if the tenant has too many requests at once in all ingresses together."""
+        tenant = self._tenant
+        if tenant is None or (most := tenant.config.concurrent_requests) is None:
+            return
+        total = await self._levels.total(tenant.config.name, "concurrent_requests", most, self._place)
+        if total > most:
+            if tenant.requests is not None:
+                tenant.requests.take(-1, self._clock())
+            raise tenant.too_many(most, min(most, total - 1))
 
     def reserve(self, prompt_tokens: int, output_tokens: int) -> None:
         """Reserve the prompt, including cached tokens, and the longest output. Raises RateLimited and takes nothing."""
@@ -196,6 +228,8 @@ class Allowance:
     def end(self, *, refused: bool = False) -> None:
         """Return unused reserved tokens, or all if the request was ``refused``. A repeated call has no effect."""
         tenant, self._tenant = self._tenant, None
+        while self.at_end:
+            self.at_end.pop()()
         if tenant is None:
             return
         tenant.running -= 1

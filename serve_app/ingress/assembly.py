@@ -25,6 +25,7 @@ from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources.resolve import load_served_model
 from serve_app.config.app import AppConfig
 from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.levels import Levels
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
@@ -94,7 +95,9 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     metrics.expect(tenants.by_name)
     prefixes = PrefixTable(config.block_size, lambda: len(tenants.by_name))
     lengths = limits_of(config, max_model_len(config, info))
-    limits = TenantLimits(config.tenants, config.ingress_replicas)
+    broadcast = Broadcast(replica, app_name, config.ingress_replicas)
+    levels = Levels(name, config.ingress_replicas, broadcast.levels)
+    limits = TenantLimits(config.tenants, config.ingress_replicas, levels=levels)
     preparer = Preparer(
         info, tokenizer, tenants, secret, adapters, lengths, prompts,
         workers=workers, simulated=config.engine_traits.simulated,
@@ -105,7 +108,6 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     caller = ray.get_runtime_context().get_actor_name() or ""
     receiver = TokenReceiver(ray.util.get_node_ip_address())
     tracer = open_tracer(config.otlp_endpoint, "ingress", name)
-    broadcast = Broadcast(replica, app_name, config.ingress_replicas)
     live = Live(
         name,
         core,

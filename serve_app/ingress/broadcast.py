@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,13 @@ from ray.serve.handle import DeploymentHandle
 
 from router.protocol.request import NoReplicaLeft
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
+from serve_app.fairness.levels import LevelAnswer, LevelQuestion
 
 logger = logging.getLogger(__name__)
 
 INGRESS_NAME = "Ingress"
+LEVEL_S = 2.0
+"""The longest wait of a request for the other ingresses' counts."""
 
 
 @dataclass(eq=False)
@@ -37,6 +40,14 @@ class Broadcast:
             return []
         handle = serve.get_deployment_handle(INGRESS_NAME, self.app_name)
         return list(await handle.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
+
+    async def levels(self, question: LevelQuestion) -> Sequence[LevelAnswer]:
+        """Ask every ingress what it has for a tenant; return nothing if some do not answer in time."""
+        try:
+            return await self.ingresses("tenant_level", question, timeout_s=LEVEL_S)
+        except (RayError, DeploymentUnavailableError, TimeoutError):
+            logger.warning("an ingress does not tell what tenants have at once", exc_info=True)
+            return ()
 
     async def connect(self, adapters: AdapterRegistry, learn: Callable[[], Awaitable[None]]) -> None:
         """Return once replicas and ingresses answer and ``adapters`` is current. ``learn``: asks ingresses for more.

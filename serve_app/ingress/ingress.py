@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
+from serve_app.fairness.levels import LevelAnswer, LevelQuestion
 from serve_app.live.live import Batch
 from serve_app.prompts.cutover import Cutovers
 from serve_app.reconfigure import LiveSettings
@@ -87,6 +88,10 @@ class Ingress:
     async def usage(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, UsageRows]:
         """Return the usage in this ingress' file; the ingress that serves /v1/usage calls this."""
         return await self._services.records.usage.here(first_day, last_day, tenant)
+
+    async def tenant_level(self, question: LevelQuestion) -> LevelAnswer:
+        """Return what a tenant has at this ingress; one that may be over a limit calls this."""
+        return self._services.limits.levels.told(question)
 
     async def recent_events(self, numbers: dict[str, int]) -> Batch:
         """Return this ingress' events since ``numbers``; an ingress with watchers calls this every second."""

@@ -114,10 +114,11 @@ def test_tokens_are_reserved_and_unused_ones_are_returned() -> None:
 def test_each_ingress_has_its_part() -> None:
     """Four ingresses grant as much as one would; a request above a part passes a full bucket, and is paid off later."""
     clock = Clock()
-    parts = [limits_of(clock, 4, requests_per_second=8, concurrent_requests=4, tokens_per_minute=600) for _ in range(4)]
+    parts = [limits_of(clock, 4, requests_per_second=8, tokens_per_minute=600) for _ in range(4)]
     assert parts[0].left("acme") == LimitsLeft(Left(8, 8, 0.0), Left(600, 600, 0.0))
     for part in parts:
         part.begin("acme").reserve(150, 0)
+        part.begin("acme")
         refused(lambda part=part: part.begin("acme"))  # type: ignore[misc]
     clock.now_s += 60
     big = limits_of(clock, 4, tokens_per_minute=600)
