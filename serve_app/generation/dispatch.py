@@ -169,8 +169,9 @@ class Dispatcher:
     ) -> AsyncIterator[Call]:
         """One call to one replica; ends its reservation at the first token, or when the call ends."""
         started_s = time.perf_counter()
-        sampled = self.tracer is not None and generation.traceparent
-        trace = CallTrace(self.tracer, generation.traceparent, generation.request_id) if sampled else None
+        trace: CallTrace | None = None
+        if self.tracer is not None and generation.traceparent:
+            trace = CallTrace(self.tracer, generation.traceparent, generation.request_id)
         request = structs.replace(
             generation,
             caller=self.caller,
