@@ -52,7 +52,7 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.sessions import SessionList
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.prompts.warming import Warmer
-from serve_app.ingress.services import BODIES, Access, Cluster, Records, ServedModel, Services, limits_of
+from serve_app.ingress.services import BODIES, Access, Catalog, Fleet, Records, Services, limits_of
 from serve_app.live.live import Live
 from serve_app.live.prefixes import PrefixTable
 from serve_app.live.tally import RATES
@@ -162,7 +162,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
             front_door,
             drain,
         ),
-        ServedModel(
+        Catalog(
             model_body(config.model_name, int(time.time()), lengths.max_model_len),
             tokenizer,
             preparer,
@@ -171,7 +171,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
             prompts,
             prompt_admin,
         ),
-        Cluster(
+        Fleet(
             core,
             broadcast,
             receiver,

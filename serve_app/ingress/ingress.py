@@ -55,7 +55,7 @@ class Ingress:
         """Refuse new requests, wait for running answers, and end the late ones; return the number of those."""
         self._services.records.live.close()
         ended = await self._services.access.drain.run(timeout_s)
-        self._services.cluster.receiver.close()
+        self._services.fleet.receiver.close()
         await self._services.records.usage.flush()
         if self._services.records.tracer is not None:
             await asyncio.to_thread(self._services.records.tracer.close)
@@ -63,27 +63,27 @@ class Ingress:
 
     async def merge_adapters(self, entries: list[AdapterEntry]) -> None:
         """Merge another ingress' entries of adapters."""
-        self._services.model.adapters.merge(entries)
+        self._services.catalog.adapters.merge(entries)
 
     async def known_adapters(self) -> tuple[AdapterEntry, ...]:
         """Return this ingress' entries of adapters, for a newly started ingress."""
-        return self._services.model.adapters.entries()
+        return self._services.catalog.adapters.entries()
 
     async def reload_prompts(self) -> str:
         """Reload the prompt directory; return its problem, or ""."""
-        return await self._services.model.prompt_admin.reload()
+        return await self._services.catalog.prompt_admin.reload()
 
     async def prompts_heard(self, warm: list[Warm]) -> bool:
         """Wait until this ingress' router knows the holders of warm prompts; return whether it does in time."""
-        return await self._services.model.prompt_admin.warmer.heard(warm)
+        return await self._services.catalog.prompt_admin.warmer.heard(warm)
 
     async def exchange_cutovers(self, cutovers: Cutovers) -> Cutovers:
         """Apply another ingress' cut-overs of prompts if they are newer; return the resulting state here."""
-        return await self._services.model.prompt_admin.exchange(cutovers)
+        return await self._services.catalog.prompt_admin.exchange(cutovers)
 
     async def prompt_report(self) -> PromptReport:
         """Return the usage of prompts at this ingress."""
-        return self._services.model.prompt_admin.traffic.report()
+        return self._services.catalog.prompt_admin.traffic.report()
 
     async def usage(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, UsageRows]:
         """Return the usage in this ingress' file; the ingress that serves /v1/usage calls this."""

@@ -68,7 +68,7 @@ class Access:
 
 
 @dataclass(slots=True)
-class ServedModel:
+class Catalog:
     """What is served: a model, its adapters, and registered prompts. ``base_model``: its description for clients."""
 
     base_model: dict[str, Any]
@@ -90,7 +90,7 @@ class ServedModel:
 
 
 @dataclass(slots=True)
-class Cluster:
+class Fleet:
     """The replicas and the other ingresses. ``connecting`` is done once they answer."""
 
     core: RoutingCore
@@ -127,8 +127,8 @@ class Services:
     app_name: str
     name: str
     access: Access
-    model: ServedModel
-    cluster: Cluster
+    catalog: Catalog
+    fleet: Fleet
     records: Records
     completions: Completions
     refused_settings: str = ""
@@ -136,11 +136,11 @@ class Services:
     async def configure(self, config: AppConfig) -> None:
         """Apply other live settings; running requests keep their old ones."""
         # The slow step, which could fail, is first. All others run between two requests.
-        await self.model.replace_prompts(config)
-        self.cluster.core.configure(RouterSettings.from_json(config.routing()))
+        await self.catalog.replace_prompts(config)
+        self.fleet.core.configure(RouterSettings.from_json(config.routing()))
         self.access.configure(config)
         self.records.metrics.expect(self.access.tenants.by_name)
-        self.model.configure(config)
+        self.catalog.configure(config)
         self.completions.configure(config)
         self.config = config
 
@@ -157,12 +157,12 @@ class Services:
         operator = self.access.tenants.is_operator(credentials(request))
         tenant = None if operator else self.access.guard.tenant(request)
         names = None if tenant is None else tenant.models
-        specs = self.model.adapters.visible(None if tenant is None else tenant.name, names)
+        specs = self.catalog.adapters.visible(None if tenant is None else tenant.name, names)
         shows_paths = self.access.guard.sees_all(request)
         roots = (spec.path if shows_paths else PurePath(spec.path).name for spec in specs)
-        base = self.model.base_model
+        base = self.catalog.base_model
         adapters = [adapter_body(spec.name, root, base) for spec, root in zip(specs, roots, strict=True)]
-        if self.model.adapters.base_visible(names):
+        if self.catalog.adapters.base_visible(names):
             return [base, *adapters]
         return [{**adapter, "parent": None} for adapter in adapters]
 
@@ -171,7 +171,7 @@ class Services:
         try:
             if self.config.autoscaling is None:
                 return {}
-            times, working_set_tokens = self.cluster.core.demand()
+            times, working_set_tokens = self.fleet.core.demand()
             return IngressFigures(
                 waiting_requests=self.access.front_door.waiting().total(),
                 working_set_tokens=working_set_tokens,
@@ -185,20 +185,18 @@ class Services:
     def samples(self) -> list[Sample]:
         """Return the samples of this ingress and its router."""
         streams = figures.samples_of({"warmpath_event_streams": self.records.live.watchers})
-        samples = [*self.records.metrics.samples(), *figures.router_samples(self.cluster.core), *streams]
+        samples = [*self.records.metrics.samples(), *figures.router_samples(self.fleet.core), *streams]
         samples += self.access.front_door.samples()
-        versions, _ = self.model.prompt_admin.traffic.report()
+        versions, _ = self.catalog.prompt_admin.traffic.report()
         return [*samples, *version_samples(versions)]
 
     async def all_samples(self) -> list[Sample]:
         """Return the samples of every ingress and every replica."""
-        samples = figures.replica_samples(self.cluster.core)
+        samples = figures.replica_samples(self.fleet.core)
         if self.config.autoscaling is not None:
             notices = await asyncio.to_thread(read, self.app_name, "autoscaling")
             samples += figures.autoscaling_samples(notices)
-        ingresses = await self.cluster.broadcast.ingresses("named_samples", timeout_s=5) or [
-            (self.name, self.samples())
-        ]
+        ingresses = await self.fleet.broadcast.ingresses("named_samples", timeout_s=5) or [(self.name, self.samples())]
         for name, more in ingresses:
             samples += figures.with_label(more, "ingress", name)
         return samples
@@ -208,9 +206,9 @@ class Services:
         model, engine = self.config.model_name, self.config.engine
         notices = await asyncio.to_thread(read_shown, self.app_name)
         return cache_state(
-            self.cluster.core,
+            self.fleet.core,
             self.records.metrics.totals(),
-            self.model.tokenizer.stats(),
+            self.catalog.tokenizer.stats(),
             notices,
             model=model,
             engine=engine,

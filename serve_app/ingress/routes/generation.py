@@ -23,7 +23,7 @@ MESSAGES_PATH = "/v1/messages"
 @guarded("chat")
 async def chat_completions(request: Request, services: Front) -> Response:
     """OpenAI's chat completions."""
-    parse = functools.partial(parse_chat, model=services.model.base_model["id"])
+    parse = functools.partial(parse_chat, model=services.catalog.base_model["id"])
     return await services.completions.generate(request, services.access.guard.tenant(request), parse, CHAT)
 
 
@@ -31,7 +31,7 @@ async def chat_completions(request: Request, services: Front) -> Response:
 @guarded("completions")
 async def completions(request: Request, services: Front) -> Response:
     """OpenAI's (legacy) completions."""
-    parse = functools.partial(parse_completion, model=services.model.base_model["id"])
+    parse = functools.partial(parse_completion, model=services.catalog.base_model["id"])
     return await services.completions.generate(request, services.access.guard.tenant(request), parse, COMPLETION)
 
 

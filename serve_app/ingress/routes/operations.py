@@ -25,42 +25,42 @@ router = APIRouter()
 @guarded("load_lora_adapter", operator=True)
 async def load_lora_adapter(request: Request, services: Front) -> Response:
     """Load an adapter on every replica and offer it under its name."""
-    return Response(await services.model.adapter_admin.load(await services.body(request)))
+    return Response(await services.catalog.adapter_admin.load(await services.body(request)))
 
 
 @router.post("/v1/unload_lora_adapter", tags=["adapters"], **takes(UnloadAdapterBody))
 @guarded("unload_lora_adapter", operator=True)
 async def unload_lora_adapter(request: Request, services: Front) -> Response:
     """Stop serving an adapter; running requests finish with it."""
-    return Response(await services.model.adapter_admin.unload(await services.body(request)))
+    return Response(await services.catalog.adapter_admin.unload(await services.body(request)))
 
 
 @router.get("/v1/prompts", tags=["prompts"])
 @guarded("prompts", operator=True)
 async def prompts(request: Request, services: Front) -> Response:
     """Every prompt, its current version, and the hit rate of each version; ``?name=`` selects one."""
-    return json_response(await services.model.prompt_admin.status(request.query_params.get("name")))
+    return json_response(await services.catalog.prompt_admin.status(request.query_params.get("name")))
 
 
 @router.post("/v1/prompts/warm", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_warm", operator=True)
 async def warm(request: Request, services: Front) -> Response:
     """Compute a version on the replicas that will serve it."""
-    return json_response(await services.model.prompt_admin.warm(await services.body(request)))
+    return json_response(await services.catalog.prompt_admin.warm(await services.body(request)))
 
 
 @router.post("/v1/prompts/promote", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_promote", operator=True)
 async def promote(request: Request, services: Front) -> Response:
     """Warm a version, then switch the name to it."""
-    return json_response(await services.model.prompt_admin.promote(await services.body(request)))
+    return json_response(await services.catalog.prompt_admin.promote(await services.body(request)))
 
 
 @router.post("/v1/prompts/rollback", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_rollback", operator=True)
 async def rollback(request: Request, services: Front) -> Response:
     """Switch the name back to its previous version."""
-    return json_response(await services.model.prompt_admin.roll_back(await services.body(request)))
+    return json_response(await services.catalog.prompt_admin.roll_back(await services.body(request)))
 
 
 @router.get("/v1/usage", tags=["usage"])
@@ -88,9 +88,9 @@ async def health(request: Request, services: Front) -> Response:
 
     For operators it also reports why a ``user_config`` is not in force.
     """
-    ready, stopping = services.cluster.ready(), services.access.drain.stopping
+    ready, stopping = services.fleet.ready(), services.access.drain.stopping
     status = "stopping" if stopping else "ok" if ready else "starting"
-    body = {"status": status, "replicas": len(services.cluster.core.replica_ids)}
+    body = {"status": status, "replicas": len(services.fleet.core.replica_ids)}
     if services.refused_settings and services.access.guard.sees_all(request):
         body["refused_user_config"] = services.refused_settings
     return json_response(body, 200 if ready and not stopping else 503)
@@ -141,7 +141,7 @@ async def cache_state(request: Request, services: Front) -> Response:
 async def sessions(request: Request, services: Front) -> Response:
     """The most recently used sessions of all replicas; a tenant sees its own."""
     tenant = None if services.access.guard.sees_all(request) else services.access.guard.tenant(request).name
-    return json_response(await services.cluster.sessions.of(tenant))
+    return json_response(await services.fleet.sessions.of(tenant))
 
 
 @router.post("/v1/cache/explain", tags=["operations"], **takes(ExplainBody))
@@ -154,7 +154,7 @@ async def explain(request: Request, services: Front) -> Response:
     body = await services.body(request)
     door = services.access.front_door
     return json_response(
-        await explanation(body, services.cluster.core, services.model.preparer, services.access.tenants, door)
+        await explanation(body, services.fleet.core, services.catalog.preparer, services.access.tenants, door)
     )
 
 
@@ -162,6 +162,6 @@ async def explain(request: Request, services: Front) -> Response:
 @guarded("reset_prefix_cache", operator=True)
 async def reset_prefix_cache(request: Request, services: Front) -> Response:
     """Drop every unused cached block on every replica (vLLM's path)."""
-    complete = all(await services.cluster.broadcast.replicas("reset_prefix_cache", timeout_s=30))
+    complete = all(await services.fleet.broadcast.replicas("reset_prefix_cache", timeout_s=30))
     services.records.live.reset(complete=complete)
     return json_response({"complete": complete})

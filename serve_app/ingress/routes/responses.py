@@ -25,7 +25,7 @@ router = APIRouter()
 async def responses(request: Request, services: Front) -> Response:
     """OpenAI's responses; stored by default, unless the request or the settings turn that off."""
     tenant = services.access.guard.tenant(request)
-    read = functools.partial(ResponsesBody.parse, model=services.model.base_model["id"])
+    read = functools.partial(ResponsesBody.parse, model=services.catalog.base_model["id"])
     conversation = Conversation(services.records.stored, tenant.name, read)
     return await services.completions.generate(request, tenant, conversation.parse, conversation)
 
@@ -35,7 +35,7 @@ async def responses(request: Request, services: Front) -> Response:
 async def input_tokens(request: Request, services: Front) -> Response:
     """The number of tokens in a response's prompt, without generating."""
     tenant = services.access.guard.tenant(request)
-    read = functools.partial(parse_input_tokens, model=services.model.base_model["id"])
+    read = functools.partial(parse_input_tokens, model=services.catalog.base_model["id"])
     conversation = Conversation(services.records.stored, tenant.name, read)
     ids, wanted = await services.completions.tokens(request, tenant, conversation.parse, conversation)
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)}, headers=warnings(wanted))

@@ -26,13 +26,13 @@ async def tokenize(request: Request, services: Front) -> Response:
 
     def parse(body: bytes) -> GenerateRequest:
         nonlocal names
-        asked = parse_tokenize(body, services.model.base_model["id"])
+        asked = parse_tokenize(body, services.catalog.base_model["id"])
         names = asked.names
         return asked.request
 
     ids, wanted = await services.completions.tokens(request, services.access.guard.tenant(request), parse)
     told, tokenizer = ids.tolist(), services.completions.tokenizer
-    most = services.model.base_model["max_model_len"]
+    most = services.catalog.base_model["max_model_len"]
     shown = tokens_body(told, most, tokenizer.names_of(told) if names else None)
     return json_response(shown, headers=warnings(wanted))
 
@@ -42,4 +42,4 @@ async def tokenize(request: Request, services: Front) -> Response:
 async def detokenize(request: Request, services: Front) -> Response:
     """The text of tokens, special ones included (vLLM's path)."""
     tenant, completions = services.access.guard.tenant(request), services.completions
-    return json_response({"prompt": await completions.text_of(request, tenant, services.model.base_model["id"])})
+    return json_response({"prompt": await completions.text_of(request, tenant, services.catalog.base_model["id"])})

@@ -45,7 +45,7 @@ from serve_app.ingress.observe.answer_meter import (
 )
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
-from serve_app.ingress.services import Access, Cluster, Records, ServedModel, Services
+from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.stored.databases import Database, StorageLimits
 from serve_app.stored.responses import StoredResponses
@@ -144,7 +144,7 @@ def partial_services(**parts: Any) -> Services:
 
     return Services(
         given.get("config"),  # type: ignore[arg-type]
-        "app", "ingress", group(Access), group(ServedModel), group(Cluster), group(Records),
+        "app", "ingress", group(Access), group(Catalog), group(Fleet), group(Records),
         given.get("completions"),  # type: ignore[arg-type]
     )  # fmt: skip
 

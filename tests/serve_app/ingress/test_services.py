@@ -15,7 +15,7 @@ from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.assembly import places
-from serve_app.ingress.services import Access, Cluster, Records, ServedModel, Services
+from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
 from tests.serve_app.ingress.scripted import partial_services
 
 BUFFERS = """
@@ -67,7 +67,7 @@ def test_adapters_are_for_the_current_tenants() -> None:
         return AppConfig.model_validate({"allow_runtime_lora": True, "tenants": tenants})
 
     admin = AdapterAdmin(config("acme"), AdapterRegistry("demo"), AsyncMock(), AsyncMock())
-    kinds = (Access, ServedModel, Cluster, Records, Services)
+    kinds = (Access, Catalog, Fleet, Records, Services)
     parts = {field.name: MagicMock() for kind in kinds for field in fields(kind)}
     parts |= {"prompts": AsyncMock(), "adapter_admin": admin, "base_model": {"max_model_len": 4096}}
     asyncio.run(partial_services(**parts).configure(config("zeta")))

@@ -281,7 +281,7 @@ def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> No
     core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"])
     services = services_of(CLOSED, core=core, connecting=SimpleNamespace(done=bool))
     for done, knows, status in ((False, True, 503), (True, False, 503), (True, True, 200), (True, False, 200)):
-        services.cluster.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
+        services.fleet.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
         assert get("/health", services).status_code == status, "later replicas do not change the health"
         assert {get("/ping", services, method).status_code for method in ("GET", "POST")} == {status}
     well = {"status": "ok", "replicas": 2}
