@@ -91,7 +91,7 @@ class Ingress:
 
     async def tenant_level(self, question: LevelQuestion) -> LevelAnswer:
         """Return what a tenant has at this ingress; one that may be over a limit calls this."""
-        return self._services.limits.levels.told(question)
+        return self._services.access.limits.levels.told(question)
 
     async def recent_events(self, numbers: dict[str, int]) -> Batch:
         """Return this ingress' events since ``numbers``; an ingress with watchers calls this every second."""
