@@ -21,8 +21,7 @@ from rich.console import Console
 
 from serve_app.checkpoints.demo_model import RECIPES
 from serve_app.checkpoints.sources.smollm2 import SMOLLM2
-from serve_app.cli.haproxy import IDLE_TIMEOUT_S
-from serve_app.cli.local_ray import answers, keep_token_private, local_environment
+from serve_app.cli.local_ray import IDLE_TIMEOUT_S, answers, keep_token_private, local_environment
 from serve_app.cli.processes import end_descendants
 from serve_app.cli.supervisor import Launch
 from serve_app.config.app import AppConfig

@@ -19,7 +19,7 @@ from serve_app.cli.commands.check import check, doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
 from serve_app.cli.console import console, fail
-from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
+from serve_app.cli.local_ray import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor, giving_up
 from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.background import run_in_background
 from serve_app.api.openai.response import openai_error
 from serve_app.ingress.connections import AddressBounds, guard_of
 from serve_app.ingress.http import error_headers, json_response
@@ -140,7 +141,7 @@ class ClientHeaders:
         """Pass a request on; the first one shows the connections to watch."""
         loop = asyncio.get_running_loop()
         if self._watching is None and (guard := guard_of(send)) is not None:
-            self._watching = loop.create_task(guard.run())
+            self._watching = run_in_background(guard.run)
         scope[_CONNECTION] = _Outermost(send, loop, time.perf_counter())
         if "headers" in scope:
             if (error := self._addresses.refusal(scope)) is not None:

