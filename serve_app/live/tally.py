@@ -5,8 +5,7 @@ A page that opens later shows them too. Not thread-safe: one event loop makes al
 
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -57,33 +56,28 @@ Total = tuple[int, int, int]
 """Generations with a first token, their prompt tokens, and the cached ones of these."""
 
 
-@dataclass(slots=True)
-class Bucket:
-    """Ten seconds. ``counts``: by the names of a FIGURE; ``ttft``: first tokens by cell of time."""
+Bucket = Counter[str | int]
+"""Ten seconds: counts by name in a FIGURE, and of first tokens by cell of their time."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    ttft: Counter[int] = field(default_factory=Counter)
 
-    def add(self, other: "Bucket") -> None:
-        """Add the counts of another bucket."""
-        self.counts.update(other.counts)
-        self.ttft.update(other.ttft)
+def figure_of(bucket: Bucket, at_s: int) -> dict[str, Any]:
+    """Return a bucket as a FIGURE (docs: api). ``at_s``: its start."""
+    counts: dict[str, Any] = {name: bucket[name] for name in NAMES}
+    named = {name: more for name, more in bucket.items() if isinstance(name, str) and name.startswith(_BY)}
+    refused_by = {"refused_by": {name.removeprefix(_BY): more for name, more in named.items()}} if named else {}
+    times = sorted((cell, more) for cell, more in bucket.items() if isinstance(cell, int))
+    quantiles = {"ttft_p50_s": _quantile_s(times, 0.5), "ttft_p95_s": _quantile_s(times, 0.95)}
+    return {"at_s": at_s, **counts, **refused_by, **quantiles}
 
-    def row(self, at_s: int) -> dict[str, Any]:
-        """Return the bucket as a FIGURE (docs: api). ``at_s``: its start."""
-        counts: dict[str, Any] = {name: self.counts[name] for name in NAMES}
-        refused_by = {name.removeprefix(_BY): more for name, more in self.counts.items() if name.startswith(_BY)}
-        counts |= {"refused_by": refused_by} if refused_by else {}
-        return {"at_s": at_s, **counts, "ttft_p50_s": self._quantile_s(0.5), "ttft_p95_s": self._quantile_s(0.95)}
 
-    def _quantile_s(self, share: float) -> float | None:
-        left = share * self.ttft.total()
-        for cell, times in sorted(self.ttft.items()):
-            left -= times
-            if left <= 0:
-                low, high = _TTFT_CELLS_S[max(0, cell - 1)], _TTFT_CELLS_S[min(cell, len(_TTFT_CELLS_S) - 1)]
-                return float(f"{(low * high) ** 0.5:.3g}")
-        return None
+def _quantile_s(times: Sequence[tuple[int, int]], share: float) -> float | None:
+    left = share * sum(more for _, more in times)
+    for cell, more in times:
+        left -= more
+        if left <= 0:
+            low, high = _TTFT_CELLS_S[max(0, cell - 1)], _TTFT_CELLS_S[min(cell, len(_TTFT_CELLS_S) - 1)]
+            return float(f"{(low * high) ** 0.5:.3g}")
+    return None
 
 
 Rings = Mapping[str | None, dict[int, Bucket]]
@@ -154,36 +148,34 @@ class Tally:
 
     def _look(self) -> None:
         """Put what was counted since the last look into that look's bucket: a bucket's first count looks before."""
+        gains: defaultdict[str, Bucket] = defaultdict(Counter)
         for key, value in self.values.items():
             name, labels = key
-            if name not in FIGURES or (gained := value - self._seen.get(key, 0.0)) == 0.0:
-                continue
-            self._seen[key] = value
-            figure, named = FIGURES[name], dict(labels)
-            if figure := figure if isinstance(figure, str) else figure(named):
-                for bucket in self._buckets(named["tenant"]):
-                    bucket.counts[figure] += int(gained)
+            if name in FIGURES and (gained := value - self._seen.get(key, 0.0)):
+                self._seen[key] = value
+                figure, named = FIGURES[name], dict(labels)
+                if figure := figure if isinstance(figure, str) else figure(named):
+                    gains[named["tenant"]][figure] += int(gained)
         for tenant, times in self.ttft_s.items():
-            if (seen := self._seen_ttft.get(tenant)) != times.counts:
-                gained_by_cell = zip(times.counts, seen or [0] * len(times.counts), strict=True)
-                more = {cell: now - before for cell, (now, before) in enumerate(gained_by_cell) if now > before}
+            seen = self._seen_ttft.get(tenant) or [0] * len(times.counts)
+            if seen != times.counts:
                 self._seen_ttft[tenant] = list(times.counts)
-                for bucket in self._buckets(tenant) if more else ():
-                    bucket.ttft.update(more)
+                cells = enumerate(zip(times.counts, seen, strict=True))
+                gains[tenant].update({cell: now - before for cell, (now, before) in cells if now > before})
+        for tenant, more in gains.items():
+            self._gain(None, more)
+            self._gain(tenant, more)
+            if len(self._rings) > MAX_TENANTS:
+                self._rings.popitem(last=False)
         self._looked = self._number()
 
-    def _buckets(self, tenant: str) -> list[Bucket]:
-        number = self._looked
-        for name in (None, tenant):
-            ring = self._rings.setdefault(name, {})
-            self._rings.move_to_end(name)
-            if number not in ring:
-                for other in [other for other in ring if not number - BUCKETS < other < number]:
-                    del ring[other]
-                ring[number] = Bucket()
-        if len(self._rings) > MAX_TENANTS:
-            self._rings.popitem(last=False)
-        return [self._rings[None][number], self._rings[tenant][number]]
+    def _gain(self, name: str | None, more: Bucket) -> None:
+        ring, number = self._rings.setdefault(name, {}), self._looked
+        self._rings.move_to_end(name)
+        if number not in ring:
+            for other in [other for other in ring if not number - BUCKETS < other < number]:
+                del ring[other]
+        ring.setdefault(number, Counter()).update(more)
 
 
 def joined(before: Rings, more: Rings, most: int = BUCKETS) -> Rings:
@@ -198,10 +190,11 @@ def joined(before: Rings, more: Rings, most: int = BUCKETS) -> Rings:
 
 def rows_of(sources: Iterable[Rings], viewer: str | None, now_s: float) -> tuple[dict[int, dict[str, Any]], Bucket]:
     """Return a viewer's (None: an operator's) rows by time, and the sum of the last minute."""
-    number, sums, minute = int(now_s) // BUCKET_S, dict[int, Bucket](), Bucket()
+    number, minute = int(now_s) // BUCKET_S, Bucket()
+    sums: dict[int, Bucket] = {}
     for at, bucket in (each for rings in sources for each in rings.get(viewer, {}).items()):
         if number - BUCKETS < at <= number + 1:
-            sums.setdefault(at, Bucket()).add(bucket)
+            sums.setdefault(at, Counter()).update(bucket)
         if number - MINUTE < at <= number + 1:
-            minute.add(bucket)
-    return {at * BUCKET_S: bucket.row(at * BUCKET_S) for at, bucket in sorted(sums.items())}, minute
+            minute.update(bucket)
+    return {at * BUCKET_S: figure_of(bucket, at * BUCKET_S) for at, bucket in sorted(sums.items())}, minute

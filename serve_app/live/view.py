@@ -9,7 +9,7 @@ import msgspec
 
 from serve_app.live.prefixes import Answered, NodeRow, NodeRows, node_id, shown
 from serve_app.live.replicas import TENANTS_FIELDS, ReplicaRow, changed, left
-from serve_app.live.tally import Bucket, Rings, Total, rows_of
+from serve_app.live.tally import Bucket, Rings, Total, figure_of, rows_of
 from serve_app.live.watcher import LiveEvent, Watcher
 
 RECENT_DECISIONS = 50
@@ -171,7 +171,7 @@ def difference(before: Picture, after: Picture, at_s: float) -> list[ReplicaRow]
         events.append({"type": "prefixes", "at_s": at_s, "nodes": nodes})
     figures = [row for at, row in after.figures.items() if before.figures.get(at) != row]
     if after.totals != before.totals or figures:
-        told = {"totals": after.totals, "figures": figures, "minute": after.minute.row(int(at_s))}
+        told = {"totals": after.totals, "figures": figures, "minute": figure_of(after.minute, int(at_s))}
         events.append({"type": "totals", "at_s": at_s, **told})
     old, new = before.operators, after.operators
     events += [{"type": "move", **row} for row in new.get("moves", ()) if row not in old.get("moves", ())]
@@ -209,7 +209,7 @@ class View:
             "prefixes": list(picture.nodes.values()),
             "totals": picture.totals,
             "figures": list(picture.figures.values()),
-            "minute": picture.minute.row(int(at_s)),
+            "minute": figure_of(picture.minute, int(at_s)),
             "incidents": picture.incidents,
             "decisions": list(self._decisions),
             **picture.operators,

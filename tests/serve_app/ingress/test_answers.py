@@ -126,7 +126,7 @@ def test_an_answer_past_its_deadline_is_an_error() -> None:
         broken = Streamed(timeout_s=0.05)
         response = await broken.respond()
         await response(SCOPE, stays, sent)
-        assert sum(bucket.counts["failed"] for bucket in broken.metrics.rings[GENERATION.tenant].values()) == 1
+        assert sum(bucket["failed"] for bucket in broken.metrics.rings[GENERATION.tenant].values()) == 1
         last = sent.call_args.args[0]
         assert not last["more_body"]
         return bytes(last["body"])

@@ -27,6 +27,7 @@ from serve_app.ingress.guard import RouteGuard, UnsupportedMediaType, foreign_ho
 from serve_app.ingress.observe.answer_meter import Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.handler import OPENAI
+from serve_app.live.tally import figure_of
 from serve_app.tenants.tenants import Tenants, make_api_key
 
 (KEY, DIGEST), (ZETA, ZETA_DIGEST) = make_api_key(), make_api_key()
@@ -121,7 +122,7 @@ def test_errors_of_answers_are_in_the_figures_of_their_tenant() -> None:
         answered(guard, post(authorization=f"Bearer {KEY}"), fails=error, endpoint=endpoint)
     for name in (None, "acme"):
         (bucket,) = metrics.rings[name].values()
-        assert bucket.counts == {"refused": 1, "failed": 1}
+        assert bucket == {"refused": 1, "failed": 1}
 
 
 REASON = LimitReason("ingress", "concurrent_requests", 3, 3)
@@ -139,7 +140,7 @@ def test_a_refusal_has_one_reason_everywhere(render: RenderError) -> None:
     counted = {labels: n for name, labels, n in metrics.samples() if name == "warmpath_refusals_total"}
     assert counted == {(("limit", "concurrent_requests"), ("place", "ingress"), ("tenant", "acme")): 1.0}
     (bucket,) = metrics.rings["acme"].values()
-    assert bucket.row(0)["refused_by"] == {"ingress: concurrent_requests": 1}
+    assert figure_of(bucket, 0)["refused_by"] == {"ingress: concurrent_requests": 1}
 
 
 def test_answers_tell_a_tenant_its_own_remaining_limits() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.live import tally as module
-from serve_app.live.tally import BUCKET_S, BUCKETS, Bucket, Tally, joined, rows_of
+from serve_app.live.tally import BUCKET_S, BUCKETS, Bucket, Tally, figure_of, joined, rows_of
 
 START_S = 1_790_000_000
 
@@ -37,7 +37,7 @@ def test_quantiles_are_close_to_the_exact_ones(times_s: list[float]) -> None:
     counts = Tally()
     for ttft_s in times_s:
         answer(counts, "a", ttft_s)
-    row, ordered = merged(counts.rings[None]).row(0), sorted(times_s)
+    row, ordered = figure_of(merged(counts.rings[None]), 0), sorted(times_s)
     for name, share in (("ttft_p50_s", 0.5), ("ttft_p95_s", 0.95)):
         true_s = ordered[ceil(share * len(ordered)) - 1]
         assert true_s / 1.09 <= row[name] <= true_s * 1.09
@@ -48,7 +48,7 @@ def merged(ring: dict[int, Bucket]) -> Bucket:
     """Return the sum of the buckets, because the time may have reached the next one."""
     total = Bucket()
     for bucket in ring.values():
-        total.add(bucket)
+        total.update(bucket)
     return total
 
 
@@ -77,7 +77,7 @@ def test_a_tenant_sees_its_own_figures_and_an_operator_all(clock: Clock) -> None
     answer(counts, "none", status=503)
     rows, minute = rows_of([counts.rings], "a", clock())
     assert [(row["requests"], row["failed"]) for row in rows.values()] == [(1, 0)]
-    assert minute.row(0)["requests"] == 1
+    assert figure_of(minute, 0)["requests"] == 1
     assert [(row["requests"], row["failed"]) for row in rows_of([counts.rings], None, clock())[0].values()] == [(2, 1)]
     assert rows_of([counts.rings], "c", clock()) == ({}, Bucket())
 
@@ -92,7 +92,7 @@ def test_figures_older_than_15_minutes_are_dropped(clock: Clock) -> None:
     clock.now_s -= BUCKET_S
     rows, minute = rows_of([counts.rings], None, clock())
     assert list(rows) == list(range(int(clock()) - BUCKET_S * (BUCKETS - 1), int(clock()) + 1, BUCKET_S))
-    assert minute.row(0)["requests"] == 6
+    assert figure_of(minute, 0)["requests"] == 6
     clock.now_s += BUCKET_S * BUCKETS
     assert rows_of([counts.rings], None, clock()) == ({}, Bucket())
 
@@ -113,7 +113,7 @@ def test_buckets_from_a_clock_that_was_ahead_are_dropped(clock: Clock) -> None:
     assert {name: len(ring) for name, ring in counts.rings.items()} == {None: BUCKETS, "a": BUCKETS}
     assert known == counts.rings
     rows, minute = rows_of([known], "a", clock())
-    assert len(rows) == BUCKETS and minute.row(0)["requests"] == 6
+    assert len(rows) == BUCKETS and figure_of(minute, 0)["requests"] == 6
 
 
 def test_the_number_of_tenants_is_limited(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_another_ingress_sends_its_latest_buckets_again(clock: Clock) -> None:
 def test_extreme_times_are_counted_too(ttft_s: float) -> None:
     counts = Tally()
     answer(counts, "a", ttft_s)
-    p50_s = merged(counts.rings[None]).row(0)["ttft_p50_s"]
+    p50_s = figure_of(merged(counts.rings[None]), 0)["ttft_p50_s"]
     assert p50_s > 0
     assert isfinite(p50_s)
 
@@ -174,4 +174,4 @@ def test_only_kept_tenants_have_counts(clock: Clock) -> None:
     assert {dict(labels).get("tenant") for _, labels in counts.values} == {"b", None}
     answer(counts, "a")
     assert counts.totals()["a"] == (1, 10, 5)
-    assert counts.rings["a"][START_S // BUCKET_S].counts["requests"] == 2
+    assert counts.rings["a"][START_S // BUCKET_S]["requests"] == 2
