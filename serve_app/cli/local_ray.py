@@ -20,6 +20,8 @@ from serve_app.api.openai.response import openai_error
 from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RequestTimeout, WarmpathError
 from serve_app.ingress.connections import (
     ADDRESS_BOUND,
+    CALLBACK,
+    CLIENT_HEADERS,
     HEADER_TIMEOUT_S,
     MAX_CONNECTIONS,
     MAX_HEADER_BYTES,
@@ -30,8 +32,6 @@ from serve_app.ingress.http import BODY_TIMEOUT_S
 
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Above the ports of `ray start`'s workers, below those of outgoing connections."""
-CLIENT_HEADERS = "serve_app.ingress.client_headers:middlewares"
-"""Ray puts these around all applications. Only the name is here, because the module imports Ray."""
 PORT_WINDOW = 100
 """Ports of one instance: mostly for ingresses, one each, and twice that while a new version replaces an old one."""
 MAX_CONNECTIONS_PER_ADDRESS = 512
@@ -51,7 +51,7 @@ _DEFAULTS = {
     "RAY_SERVE_HAPROXY_RETRY_ON": RETRY_ON,
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": f"{STALL_TIMEOUT_S:.0f}",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CLIENT_HEADERS,
+    CALLBACK: CLIENT_HEADERS,
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
     # Ingresses call replicas over gRPC, which would use the proxy of http_proxy for every address of this machine.

@@ -36,6 +36,7 @@ from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
+from serve_app.ingress.connections import CALLBACK, CLIENT_HEADERS
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.ledgers import Ledgers
@@ -86,6 +87,8 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256)
     if tenants.open:
         logger.warning("no tenants are configured: every client of this port is the tenant `default`")
+    if not os.environ.get(CALLBACK):
+        logger.warning("no bounds of slow clients, and headers can steer Ray: set %s=%s", CALLBACK, CLIENT_HEADERS)
     shares = Shares(config.cache_shares)
     workers = FairWorkers(shares)
     tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)

@@ -27,6 +27,10 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 4096
 """From here on, connections without a request are closed, those without one for over a second."""
 LOOK_S = 1.0
+CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+"""Ray's environment variable for what it puts around all applications, in every process that listens for HTTP."""
+CLIENT_HEADERS = "serve_app.ingress.client_headers:middlewares"
+"""Its value here. Only the name, because the module imports Ray."""
 ADDRESS_BOUND = "WARMPATH_MAX_CONNECTIONS_PER_ADDRESS"
 """The environment variable for the requests in flight of one address; without it there is no bound.
 

@@ -23,8 +23,9 @@ from serve_app.cli.bench.client import stream_events
 from serve_app.cli.checks.finding import Look
 from serve_app.cli.checks.run import findings
 from serve_app.cli.instance import innermost
-from serve_app.cli.local_ray import CLIENT_HEADERS, held_port
+from serve_app.cli.local_ray import held_port
 from serve_app.config.live import BadSettings, app_config
+from serve_app.ingress.connections import CALLBACK, CLIENT_HEADERS
 from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import (
     HTTP,
@@ -106,7 +107,7 @@ def ray() -> Iterator[Cluster]:
         # Ray 2.60 starts clusters with token authentication; its command line reads the token only if the mode is set.
         path = f"{BIN}:{os.environ['PATH']}"
         env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "PATH": path}
-        env["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = CLIENT_HEADERS  # docs: isolation
+        env[CALLBACK] = CLIENT_HEADERS  # docs: isolation
         token = subprocess.check_output(["ray", "get-auth-token", "--generate"], env=env, timeout=300, text=True)
         start = ["ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4", "--block"]
         start += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]

@@ -11,8 +11,8 @@ import pytest
 from ray.serve._private.http_util import _apply_middlewares, parse_disconnect_disabled_header
 from ray.serve._private.utils import call_function_from_import_path
 
-from serve_app.cli.local_ray import CLIENT_HEADERS
 from serve_app.ingress.client_headers import ClientHeaders, arrived_s, client_headers, connection_of, session_of
+from serve_app.ingress.connections import CLIENT_HEADERS
 
 KEPT = [(b"host", b"x"), (b"authorization", b"Bearer k"), (b"traceparent", b"00-1-2-01")]
 

@@ -15,9 +15,8 @@ import uvicorn
 from ray.serve._private.http_util import _apply_middlewares
 from ray.serve._private.utils import call_function_from_import_path
 
-from serve_app.cli.local_ray import CLIENT_HEADERS
 from serve_app.ingress import connections
-from serve_app.ingress.connections import ADDRESS_BOUND, AddressBounds
+from serve_app.ingress.connections import ADDRESS_BOUND, CLIENT_HEADERS, AddressBounds
 
 PATIENCE_S = 60.0
 LONG = 64 << 20
