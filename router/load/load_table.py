@@ -181,6 +181,11 @@ class LoadTable:
         replica = self.replicas.get(replica_id)
         return replica is None or replica.full
 
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """The prefill rate of a replica, measured over all of them; 0.0 while unknown."""
+        return self._rate_tokens / self._rate_s if self._rate_s > 0.0 else 0.0
+
     def queue_ahead(self, replica_id: str) -> int:
         """Return the uncached prompt tokens queued at a replica (0 when unknown)."""
         replica = self.replicas.get(replica_id)
@@ -194,7 +199,7 @@ class LoadTable:
     def _write(self, replica: ReplicaLoad) -> None:
         """Write a row after a report."""
         row, pulled = replica.row, replica.pulls
-        replica.apply_report(self._rate_tokens / self._rate_s if self._rate_s > 0.0 else 0.0)
+        replica.apply_report(self.prefill_tokens_per_s)
         self.running[row] = replica.running
         self.seconds_per_token[row] = replica.seconds_per_token
         self.pull_shares[row] = min(replica.pull_pace * PULL_PRICE, 1.0)

@@ -46,6 +46,9 @@ class TenantConfig(BaseModel):
     concurrent_requests: int | None = Field(
         None, ge=1, description="most requests of the tenant at once, over all ingresses"
     )
+    concurrent_sessions: int | None = Field(
+        None, ge=1, le=10_000, description="most live sessions (running, or soon expected back), over all ingresses"
+    )
     tokens_per_minute: int | None = Field(
         None, ge=1, description="tokens of prompts, cached or not, and of answers; a request reserves its max_tokens"
     )

@@ -7,9 +7,10 @@ write the headers. One asyncio loop uses it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import LimitReason, RateLimited
@@ -112,8 +113,8 @@ class _Tenant:
 
     def too_many(self, most: int, used: int) -> RateLimited:
         """Return the refusal of a request while as many as allowed, ``used``, are under way."""
-        reason = LimitReason("ingress", "concurrent_requests", used, most)
-        return _refusal(reason, "requests at once", min(60.0, max(1.0, self.mean_s / most)))
+        wait_s = min(60.0, max(1.0, self.mean_s / most))
+        return limit_reached("concurrent_requests", used, most, "requests at once", wait_s)
 
 
 class TenantLimits:
@@ -129,6 +130,8 @@ class TenantLimits:
     ) -> None:
         self._ingresses = ingresses
         self.levels = levels or Levels()
+        self.checks: list[Check] = []
+        """Limits that need a request's prompts."""
         self.levels.counts["concurrent_requests"] = self._requests_here
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
@@ -166,7 +169,7 @@ class TenantLimits:
             known.refuse(self._clock())
             if known.requests is not None:
                 known.requests.take(1, self._clock())
-        return Allowance(known, self._clock, self.levels)
+        return Allowance(known, self._clock, self)
 
     def _requests_here(self, tenant: str, _: object) -> tuple[int, bool]:
         known = self._tenants.get(tenant)
@@ -176,11 +179,11 @@ class TenantLimits:
 class Allowance:
     """The part of its tenant's limits that one request holds until its ``end``."""
 
-    __slots__ = ("_begun_s", "_clock", "_levels", "_place", "_reserved", "_tenant", "_used", "at_end")
+    __slots__ = ("_begun_s", "_clock", "_limits", "_place", "_reserved", "_tenant", "_used", "at_end")
 
-    def __init__(self, tenant: _Tenant | None, clock: Callable[[], float], levels: Levels) -> None:
+    def __init__(self, tenant: _Tenant | None, clock: Callable[[], float], limits: TenantLimits) -> None:
         self._tenant = tenant
-        self._levels = levels
+        self._limits = limits
         self._place = 0
         self.at_end: list[Callable[[], None]] = []
         """Called at the end, for what other limits count."""
@@ -196,11 +199,21 @@ class Allowance:
         tenant = self._tenant
         if tenant is None or (most := tenant.config.concurrent_requests) is None:
             return
-        total = await self._levels.total(tenant.config.name, "concurrent_requests", most, self._place)
+        total = await self._limits.levels.total(tenant.config.name, "concurrent_requests", most, self._place)
         if total > most:
             if tenant.requests is not None:
                 tenant.requests.take(-1, self._clock())
             raise tenant.too_many(most, min(most, total - 1))
+
+    @property
+    def config(self) -> TenantConfig | None:
+        """The tenant's settings, None without any."""
+        return None if self._tenant is None else self._tenant.config
+
+    async def prepared(self, prompts: Sequence[Any]) -> None:
+        """Raise RateLimited if a limit refuses the request for its ``prompts``, the first generation of each."""
+        for check in self._limits.checks:
+            await check(self, prompts)
 
     def reserve(self, prompt_tokens: int, output_tokens: int) -> None:
         """Reserve the prompt, including cached tokens, and the longest output. Raises RateLimited and takes nothing."""
@@ -240,6 +253,10 @@ class Allowance:
             tenant.tokens.take((0 if refused else self._used) - self._reserved, now_s)
 
 
+Check = Callable[[Allowance, Sequence[Any]], Awaitable[None]]
+"""A limit that needs the prompts of a request. Raises RateLimited."""
+
+
 def _sized(bucket: TokenBucket | None, most: float, per_s: float, now_s: float) -> TokenBucket:
     if bucket is None:
         return TokenBucket(most, per_s, now_s)
@@ -249,6 +266,11 @@ def _sized(bucket: TokenBucket | None, most: float, per_s: float, now_s: float) 
 
 def _left(bucket: TokenBucket, limit: int, everywhere: int, now_s: float) -> Left:
     return Left(limit, min(limit, everywhere), bucket.wait_s(bucket.most, now_s))
+
+
+def limit_reached(limit: str, used: int, most: int, unit: str, wait_s: float) -> RateLimited:
+    """Return the refusal of a request by a limit, after ``used`` of ``most``."""
+    return _refusal(LimitReason("ingress", limit, used, most), unit, wait_s)
 
 
 def _refusal(reason: LimitReason, unit: str, wait_s: float) -> RateLimited:

@@ -62,6 +62,7 @@ from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.ray_compat import on_head_node
 from serve_app.replica.token_channel import TokenReceiver
+from serve_app.sessions.limit import SessionLimit
 from serve_app.stored.databases import URL_VARIABLE, StorageLimits, open_database
 from serve_app.stored.responses import StoredResponses
 from serve_app.tenants.secret import load_secret, own_state_dir
@@ -108,6 +109,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     deployment = deployment_key(app_name, replica.deployment_name)
     core = core_for(deployment, RouterSettings.from_json(args.routing()))
     core.configure(RouterSettings.from_json(config.routing()))
+    SessionLimit(limits, config.block_size, lambda: core.loads.prefill_tokens_per_s)
     caller = ray.get_runtime_context().get_actor_name() or ""
     receiver = TokenReceiver(ray.util.get_node_ip_address())
     tracer = open_tracer(config.otlp_endpoint, "ingress", name)

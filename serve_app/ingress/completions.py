@@ -89,6 +89,7 @@ class Completions:
                     generations = [structs.replace(made, traceparent=trace.traceparent) for made in generations]
                 prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
                 allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
+                await allowance.prepared(generations[:: wanted.n])
                 meter = AnswerMeter(
                     self.observers, self.metrics, wanted, generations, arrived, body_bytes, allowance, trace
                 )

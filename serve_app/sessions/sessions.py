@@ -18,7 +18,7 @@ from router.protocol.block_hash import HASH_BYTES
 from router.protocol.samples import Histogram, Sample
 
 MOST_SESSIONS = 256
-"""The maximum for one tenant. Beyond it, the least recently used session is forgotten."""
+"""The maximum for one tenant in a replica."""
 
 FIRST_HOLD_S, LEAST_HOLD_S, MOST_HOLD_S = 120.0, 10.0, 150.0
 """The time that a session is live after its answer, without measured returns, and the bounds with measured returns."""
@@ -97,6 +97,14 @@ class _Tenant:
     moved: bool = False
     """Whether ``hold_s`` or ``worth`` has changed since the ends were computed."""
 
+    def find(self, chain: bytes, name: str) -> tuple[int, Session | None]:
+        """Return the session that a prompt continues, None for a new one, and the number of their common blocks."""
+        # One comparison for each session excludes nearly all of them.
+        near = [other for other in self.sessions for mark in other.marks[-1:] if _has(chain, *mark)]
+        found = [(other.common_blocks(chain, name), other) for other in near]
+        common, session = max(found, key=lambda pair: pair[0], default=(0, None))
+        return common, session if common else None
+
     def drop(self, session: Session) -> None:
         _, tokens = self.live.pop(session, (0.0, 0))
         self.held_tokens -= tokens
@@ -131,11 +139,19 @@ class _Tenant:
 
 
 class Sessions:
-    """All sessions of a replica. ``clock``: monotonic; ``tokens_per_s``: the prefill rate, 0.0 while unknown."""
+    """All sessions of a replica. ``clock``: monotonic; ``tokens_per_s``: the prefill rate, 0.0 while unknown.
+
+    ``most``: of one tenant. Beyond it, the least recently used session is forgotten.
+    """
 
     def __init__(
-        self, block_size: int, clock: Callable[[], float], tokens_per_s: Callable[[], float] = lambda: 0.0
+        self,
+        block_size: int,
+        clock: Callable[[], float],
+        tokens_per_s: Callable[[], float] = lambda: 0.0,
+        most: int = MOST_SESSIONS,
     ) -> None:
+        self._most = most
         self._size = block_size
         self._clock = clock
         self._tokens_per_s = tokens_per_s
@@ -159,11 +175,8 @@ class Sessions:
         for other in own.sessions:
             if not other.running and other.used_s + MOST_HOLD_S < now_s:
                 own.gone(other)
-        # One comparison for each session excludes nearly all of them.
-        near = [other for other in own.sessions for mark in other.marks[-1:] if _has(chain, *mark)]
-        found = [(other.common_blocks(chain, name), other) for other in near]
-        common, session = max(found, key=lambda pair: pair[0], default=(0, None))
-        if session is not None and common:
+        common, session = own.find(chain, name)
+        if session is not None:
             own.sessions.remove(session)
             own.returned(session, now_s)
             kept = cached_tokens >= 0.9 * common * self._size
@@ -177,7 +190,7 @@ class Sessions:
         session.name = name or session.name
         self._by_request[request_id] = session
         self._count(own, session)
-        if len(own.sessions) > MOST_SESSIONS:
+        if len(own.sessions) > self._most:
             self._forget(own, next((session for session in own.sessions if not session.running), own.sessions[0]))
         if own.moved:
             self._stale.add(tenant)
@@ -191,6 +204,28 @@ class Sessions:
             session.running, session.waits = "", False
             session.used_s = self._ended_s = self._clock()
             self._count(self._tenants[session.tenant], session)
+
+    def live(self, tenant: str) -> int:
+        """Return the number of a tenant's sessions that run or will soon return."""
+        self._settle()
+        return len(self._tenants[tenant].live) if tenant in self._live else 0
+
+    def leave(self, tenant: str, chain: bytes, name: str = "") -> bool:
+        """Forget the session that a prompt continues elsewhere; return whether it was live."""
+        own = self._tenants.get(tenant)
+        _, session = own.find(chain, name) if own is not None else (0, None)
+        if own is None or session is None:
+            return False
+        self._settle()
+        was_live = session in own.live
+        self._forget(own, session)
+        return was_live
+
+    def drop(self, request_id: str) -> None:
+        """Forget the session of a running request."""
+        session = self._by_request.get(request_id)
+        if session is not None:
+            self._forget(self._tenants[session.tenant], session)
 
     def set_waiting(self, session: Session, *, waits: bool) -> None:
         """Note that a running session waits for its start, or no longer does."""
@@ -219,10 +254,11 @@ class Sessions:
         self._settle()
         return Counter({tenant: self._tenants[tenant].held_tokens for tenant in self._live})
 
-    def next_end_s(self) -> float:
-        """Return the time at which the next paused session is no longer live; infinite without any."""
+    def next_end_s(self, tenant: str | None = None) -> float:
+        """Return the time at which the next paused session, of one tenant or of all, is no longer live, or infinity."""
         self._settle()
-        return min((self._tenants[tenant].next_end_s() for tenant in self._live), default=inf)
+        ends = (self._tenants[name].next_end_s() for name in self._live if tenant in (None, name))
+        return min(ends, default=inf)
 
     def busy_until_s(self) -> float:
         """Return the time at which the last answer ended; infinite while a request runs."""
@@ -279,7 +315,7 @@ class Sessions:
             self._live.add(session.tenant)
             if until_s < inf:
                 heappush(own.ends, (until_s, next(self._numbers), session))
-                if len(own.ends) > 4 * MOST_SESSIONS:
+                if len(own.ends) > 4 * self._most:
                     self._count_all(own)
 
     def _count_all(self, own: _Tenant) -> None:

@@ -19,7 +19,10 @@ from tests.integration.conftest import HTTP, PATIENCE_S, alone, replicas_of, wai
 
 CHAT = "/v1/chat/completions"
 INGRESSES = 2
-NAMES = ("acme", "globex", "initech", "initrode", "passing", "narrow", "limited", "expired", "revoked", "operator")
+NAMES = (
+    *("acme", "globex", "initech", "initrode", "passing", "narrow", "limited", "seated", "expired", "revoked"),
+    "operator",
+)
 KEYS = {name: make_api_key() for name in NAMES}
 RULES = "You advise on berths and tides. Name the ship before any advice, and the hour after it. " * 6
 """A public prompt."""
@@ -90,6 +93,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         {"name": "passing", "key_sha256": [keys["passing"]], "store_kv": False},
         {"name": "narrow", "key_sha256": [keys["narrow"]], "models": ["pirate"]},
         {"name": "limited", "key_sha256": [keys["limited"]], "concurrent_requests": 1},
+        {"name": "seated", "key_sha256": [keys["seated"]], "concurrent_sessions": 2},
     ]
     settings = {
         "model": "demo",

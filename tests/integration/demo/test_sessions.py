@@ -1,11 +1,13 @@
 """Sessions of a real instance: a session id passes HAProxy and Ray to its replica; each client sees only its own."""
 
+import json
 from typing import Any
 
+import httpx
 import pytest
 
 from serve_app.generation.keys import session_key
-from tests.integration.conftest import HTTP, eventually
+from tests.integration.conftest import HTTP, PATIENCE_S, eventually
 from tests.integration.demo.conftest import CHAT, Served, said
 
 pytestmark = pytest.mark.integration
@@ -41,3 +43,28 @@ def test_a_session_is_told_to_its_tenant_and_to_operators(served: Served) -> Non
     ask("/v1/responses", {"session-id": "weir"}, max_tokens=None, input=RULES[1])
     eventually(lambda: [len(rows("acme", word)) for word in ("sluice", "weir")] == [1, 1])
     assert HTTP.get(f"{served.url}/v1/cache/sessions").status_code == 401
+
+
+def test_a_tenants_sessions_are_limited_over_both_ingresses(served: Served) -> None:
+    """The third is refused wherever it arrives, with the limit and the tenant's numbers, until one of two is left."""
+
+    def open_chat(number: int) -> httpx.Response:
+        wanted = {"model": "demo", "max_tokens": 400, "ignore_eos": True, "stream": True, "messages": said(
+            ("system", f"Lock {number}."), QUESTION)}  # fmt: skip
+        client = httpx.Client(timeout=PATIENCE_S)  # a connection of its own, to any ingress
+        request = client.build_request("POST", served.url + CHAT, json=wanted, headers=served.headers("seated"))
+        return client.send(request, stream=True)
+
+    streams = [open_chat(number).raise_for_status() for number in range(2)]
+    for number in range(2, 8):
+        refused = open_chat(number)
+        assert refused.status_code == 429, "both sessions still run"
+        reason = json.loads(refused.read())["error"]["reason"]
+        assert {name: reason[name] for name in ("place", "limit", "used", "most")} == {
+            "place": "ingress", "limit": "concurrent_sessions", "used": 2, "most": 2
+        }  # fmt: skip
+    for stream in streams:
+        stream.read()
+    eventually(lambda: open_chat(9).status_code == 200)
+    counted = served.get("/metrics", "operator").text
+    assert 'limit="concurrent_sessions",place="ingress",tenant="seated"' in counted

@@ -163,19 +163,16 @@ def test_a_session_counts_as_gone_until_it_is_back(asked: list[tuple[int, float]
         assert sessions._tenants["a"].worth == WORTH * (len(returns) + 1) / (len(returns) + len(gone) + 1)
 
 
-def test_sessions_that_are_forgotten_early_did_not_return(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_that_are_forgotten_early_did_not_return(clock: Clock) -> None:
     """A tenant may ask for more than are remembered before the longest pause is over."""
-    monkeypatch.setattr(module, "MOST_SESSIONS", 4)
-    sessions = Sessions(SIZE, clock, lambda: 100.0)
+    sessions = Sessions(SIZE, clock, lambda: 100.0, most=4)
     for number in range(40):
         last = turn(sessions, str(number), chain((f"x{number}-", 124)))
     assert held_s(sessions, last) < WORTH * 125 * SIZE / 100.0 / 30
 
 
-def test_a_tenant_has_so_many_sessions_and_takes_nobody_elses(
-    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MOST_SESSIONS", 8)
+def test_a_tenant_has_so_many_sessions_and_takes_nobody_elses(clock: Clock) -> None:
+    sessions = Sessions(SIZE, clock, lambda: SLOW, most=8)
     polite = turn(sessions, "polite", chain(("polite", 20)), tenant="b")
     for number in range(100):
         turn(sessions, str(number), chain((f"flood{number}-", 20)))
@@ -183,8 +180,8 @@ def test_a_tenant_has_so_many_sessions_and_takes_nobody_elses(
     assert sessions.all("b") == [polite]
 
 
-def test_requests_of_forgotten_sessions_end_all_the_same(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_SESSIONS", 2)
+def test_requests_of_forgotten_sessions_end_all_the_same(clock: Clock) -> None:
+    sessions = Sessions(SIZE, clock, lambda: SLOW, most=2)
     for number in range(5):
         sessions.begin(str(number), "a", chain((f"x{number}", 20)), 320, 0)
     for number in range(5):
