@@ -1,6 +1,7 @@
 """Laws of a store that two replicas share, under any order of their writes, reads, resets and restarts."""
 
 import numpy as np
+import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -84,3 +85,75 @@ class SharedStore(RuleBasedStateMachine):
 
 TestSharedStore = SharedStore.TestCase
 TestSharedStore.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+class Direct:
+    """One store, and another of the same folder; all of a prefix's three blocks are written."""
+
+    def __init__(self) -> None:
+        self.file_system = MemoryFileSystem(skip_instance_cache=True)
+        self.file_system.store, self.file_system.pseudo_dirs = {}, [""]
+        self.blocks = path(0, 1, 1, scope=SCOPES["a"])
+        self.store = self.opened(b"k")
+        assert all(self.store.store(block, content(block)) for block in self.blocks)
+
+    def opened(self, secret: bytes) -> ObjectStore:
+        store = ObjectStore(self.file_system, "/kv", 1 << 30, FORMAT, clock=lambda: 0.0)
+        store.learn(scope_digest(SCOPES["a"]), SCOPES["a"].root(secret))
+        return store
+
+    def objects(self) -> dict[str, bytes]:
+        return {name: self.file_system.cat_file(name) for name in self.file_system.find("/kv")}
+
+
+def test_another_secret_opens_no_block_even_if_it_knows_all_hashes() -> None:
+    """Neither by its name, nor if its object is put where the other secret looks."""
+    direct = Direct()
+    own = direct.objects()
+    stranger = direct.opened(b"another")
+    assert list(stranger.read(wanted(direct.blocks))) == []
+    assert stranger.refused_files == 0
+    stranger = direct.opened(b"another")
+    assert stranger.store(direct.blocks[0], content(direct.blocks[0]))
+    (name,) = direct.objects().keys() - own.keys()
+    for data in own.values():
+        direct.file_system.pipe_file(name, data)
+        assert list(direct.opened(b"another").read(wanted(direct.blocks))) == []
+
+
+def test_between_a_reset_and_its_end_nothing_is_read_or_written() -> None:
+    direct = Direct()
+    finish = direct.store.forget_all()
+    assert not direct.store.holds(direct.blocks[0])
+    assert list(direct.store.read(wanted(direct.blocks))) == []
+    assert not direct.store.store(direct.blocks[0], content(direct.blocks[0]))
+    assert len(direct.objects()) == 3
+    finish()
+    assert direct.objects() == {}
+    assert direct.store.store(direct.blocks[0], content(direct.blocks[0]))
+
+
+def test_a_block_that_is_being_written_during_a_reset_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the call ends after the reset has removed all others."""
+    direct = Direct()
+    write = direct.file_system.pipe_file
+
+    def reset_first(*args: object, **named: object) -> None:
+        monkeypatch.setattr(direct.file_system, "pipe_file", write)
+        direct.store.forget_all()()
+        write(*args, **named)
+
+    monkeypatch.setattr(direct.file_system, "pipe_file", reset_first)
+    other = path(1, scope=SCOPES["a"])[0]
+    assert not direct.store.store(other, content(other))
+    assert direct.objects() == {}
+
+
+def test_a_harmed_block_is_written_again_by_the_replica_that_wrote_it() -> None:
+    direct = Direct()
+    assert all(map(direct.store.known, direct.blocks))
+    for name in direct.objects():
+        direct.file_system.pipe_file(name, b"harmed")
+    assert list(direct.store.read(wanted(direct.blocks))) == []
+    assert [direct.store.known(block) for block in direct.blocks] == [None, True, True]
+    assert (direct.store.refused_files, direct.store.counts.failures) == (1, 0)

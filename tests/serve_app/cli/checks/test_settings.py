@@ -47,6 +47,7 @@ def test_good_settings_have_none(demo_model_path: Path, tmp_path: Path) -> None:
     ("values", "words"),
     [
         ({"disk_cache_bytes": 1000}, "disk_cache_bytes needs disk_cache_dir"),
+        ({"object_cache_url": "/mnt/kv"}, "object_cache_url must be a URL, such as"),
         ({"num_blocks": 64, "pin_budget": 64}, "pin_budget=64 leaves nothing of 64 blocks"),
         ({"max_num_batched_tokens": 64}, "max_num_batched_tokens must exceed max_num_seqs"),
     ],
@@ -68,6 +69,7 @@ def test_settings_that_contradict_each_other(values: dict[str, Any], words: str)
         ({"block_size": 1024, "kv_cache_bytes": 1 << 20}, "kv_cache_bytes=1048576 cannot hold one KV block of"),
         ({"disk_cache_bytes": 1 << 20, "disk_cache_dir": "TMP/open/disk"}, "is no directory that this user may write"),
         ({"disk_cache_bytes": 1 << 60, "disk_cache_dir": "TMP"}, "GiB, and the disk of"),
+        ({"object_cache_url": "s3://bucket/kv"}, "Install s3fs to access S3 in the environment of the replicas"),
         ({"usage_file": "TMP"}, "is no file that this user may write"),
         ({"usage_file": "TMP/none/usage.sqlite"}, "is no file that this user may write"),
         ({"responses_file": "TMP"}, "is no file that this user may write"),
