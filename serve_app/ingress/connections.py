@@ -58,13 +58,15 @@ class ConnectionGuard:
 
     async def run(self) -> None:
         """Look at all connections from time to time."""
-        loop = asyncio.get_running_loop()
+        # Looks are counted, not seconds: after a busy time, what clients have sent meanwhile is read only then.
+        looks = 0
         while True:
-            self.look(loop.time())
+            self.look(looks * LOOK_S)
             await asyncio.sleep(LOOK_S)
+            looks += 1
 
     def look(self, now_s: float) -> None:
-        """End the connections over a bound. ``now_s``: a monotonic time."""
+        """End the connections over a bound. ``now_s``: the time of looking so far."""
         waiting, unsent, idle = self._waiting, self._unsent, []
         self._waiting, self._unsent = {}, {}
         for protocol in list(self._connections):

@@ -33,6 +33,8 @@ class Door:
     async def application(self, scope: Any, receive: Any, send: Any) -> None:
         while scope["path"] == "/wait" and not self.go.is_set():  # noqa: ASYNC110 (another thread sets it)
             await asyncio.sleep(0.005)
+        if scope["path"] == "/block":
+            time.sleep(2 * connections.HEADER_TIMEOUT_S)  # noqa: ASYNC251 (the loop is busy)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/long":
             for _ in range(LONG >> 16):
@@ -172,6 +174,17 @@ def test_connections_without_a_request_make_room(door: Door, monkeypatch: pytest
         assert len(left) <= 4
         door.go.set()
         assert busy.getresponse().read() == b"whole"
+
+
+def test_a_server_that_was_busy_for_long_cuts_nobody(door: Door) -> None:
+    """What has arrived meanwhile is read after that, though the time of its headers is over."""
+    with closing(door.connected()) as connection, closing(door.connected()) as blocking:
+        connection.sock.sendall(b"GET / HTTP/1.1\r\n")
+        time.sleep(2 * connections.LOOK_S)  # a look has seen it
+        blocking.request("GET", "/block")
+        time.sleep(2 * connections.LOOK_S)
+        connection.sock.sendall(b"Host: x\r\n\r\n")
+        assert connection.sock.recv(1000).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(
