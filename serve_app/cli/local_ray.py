@@ -117,7 +117,6 @@ def local_environment(
             stats, metrics = first + PORT_WINDOW - 3, first + PORT_WINDOW - 4
             ending.enter_context(_kept(stats))
             ending.enter_context(_kept(metrics))
-            os.environ.pop(ADDRESS_BOUND, None)  # behind HAProxy, all clients have its address
             # One address has room for its own number, with an eighth of the port left for others.
             most = max(MAX_CONNECTIONS, connections_per_address * 8 // 7)
             most = int(os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(most)))

@@ -34,7 +34,7 @@ CLIENT_HEADERS = "serve_app.ingress.client_headers:middlewares"
 ADDRESS_BOUND = "WARMPATH_MAX_CONNECTIONS_PER_ADDRESS"
 """The environment variable for the requests in flight of one address; without it there is no bound.
 
-Behind a proxy every client has the proxy's address.
+Behind a proxy every client has the proxy's address: behind Ray's HAProxy there is no bound here.
 """
 
 _LATE = json.dumps(openai_error(RequestTimeout("The request did not arrive in time; send it again."), "").body).encode()
@@ -96,8 +96,8 @@ class AddressBounds:
     """Requests in flight by address, for IPv6 by network of 64 bits: one client has all its addresses."""
 
     def __init__(self) -> None:
-        most = os.environ.get(ADDRESS_BOUND, "")
-        self._most = int(most) if most.isdecimal() else 0
+        most, proxied = os.environ.get(ADDRESS_BOUND, ""), os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+        self._most = int(most) if most.isdecimal() and not proxied else 0
         self._busy: Counter[str] = Counter()
 
     def refusal(self, scope: Mapping[str, Any]) -> WarmpathError | None:

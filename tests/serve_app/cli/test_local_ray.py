@@ -4,12 +4,14 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from serve_app.cli import local_ray as launch
-from serve_app.cli.local_ray import ADDRESS_BOUND, held_port, held_window, keep_token_private, local_environment
+from serve_app.cli.local_ray import held_port, held_window, keep_token_private, local_environment
+from serve_app.ingress.connections import ADDRESS_BOUND, AddressBounds
 
 
 def test_haproxys_ports_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,14 +38,19 @@ def test_one_address_has_room_for_its_connections(
     assert f"fe_conn gt {expected * 7 // 8}" in (tmp_path / "frontend.rules").read_text()
 
 
-@pytest.mark.parametrize(("use_haproxy", "bound"), [(True, None), (False, "7")])
+@pytest.mark.parametrize(("use_haproxy", "bound"), [(True, 1000), (False, 7)])
 def test_requests_of_one_address_are_bounded_where_their_addresses_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_haproxy: bool, bound: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_haproxy: bool, bound: int
 ) -> None:
     """By HAProxy, behind which all have its address, or by Ray's own server."""
     monkeypatch.setattr(os, "environ", {**os.environ, ADDRESS_BOUND: "3"})
-    with local_environment(tmp_path, 7, use_haproxy=use_haproxy):
-        assert os.environ.get(ADDRESS_BOUND) == bound
+    counted: list[None] = []
+    scope = {"headers": [], "client": ("192.0.2.1", 1)}
+    with local_environment(tmp_path, 7, use_haproxy=use_haproxy), ExitStack() as under_way:
+        addresses = AddressBounds()
+        while len(counted) < 1000 and addresses.refusal(scope) is None:
+            counted.append(under_way.enter_context(addresses.counted(scope)))
+    assert len(counted) == bound
     assert (tmp_path / "frontend.rules").exists() == use_haproxy
 
 
