@@ -1,12 +1,16 @@
-"""vLLM with several ranks in a replica: tokens, hits and copies equal those of one; a dead rank is noticed."""
+"""vLLM with several ranks: tokens, hits and copies equal those of one; a dead rank is noticed; `engine_args`."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 
+from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import EngineError
+from serve_app.engine.vllm.engine_args import REFUSED, parsed_engine_args, refused_engine_args
 from tests.serve_app.engine.tiny import Collector, request, run_all
 from tests.vllm.engines import BLOCK, Both, both_engines, compute, eventually, mispredicted, prefix_of, reset
 from tests.vllm.test_served import ended
@@ -73,3 +77,41 @@ def test_impossible_divisions_are_refused_before_vllm_starts(demo_model_path: Pa
     """Heads cannot be divided by three, and stages need compiled code on a CPU."""
     with pytest.raises(ValueError, match="parallel_size"), both_engines(demo_model_path, **sizes):
         pass
+
+
+YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"kv_cache_dtype": "fp8", "quantization": "fp8"}, {"kv_cache_dtype": "fp8", "quantization": "fp8"}),
+    ({"hf_overrides": YARN}, {"hf_overrides": YARN}),
+    ({"seed": "7", "cpu_offload_gb": 2}, {"seed": 7, "cpu_offload_gb": 2.0}),
+    ({"trust_remote_code": False, "async_scheduling": True}, {"trust_remote_code": False, "async_scheduling": True}),
+    ({"lora_target_modules": ["q_proj", "v_proj"]}, {"lora_target_modules": ["q_proj", "v_proj"]}),
+    ({"max_num_active_seqs": None}, {}),
+]
+NOT_TAKEN: list[tuple[dict[str, Any], str]] = [
+    ({"kv_cache_dtype": "fp7"}, "--kv-cache-dtype: invalid choice: 'fp7'"),
+    ({"cpu_offload_gb": "much"}, "invalid float value: 'much'"),
+    ({"kv_cache_dtyp": "fp8"}, "engine_args.kv_cache_dtyp: vLLM has no such argument; did you mean kv_cache_dtype?"),
+    ({"seed": True}, "--seed: expected one argument"),
+    ({"compilation_config": {"moode": 3}}, "moode"),
+]
+
+
+@pytest.mark.parametrize(("given", "found"), TAKEN)
+def test_values_are_typed_as_vllm_types_them(given: dict[str, Any], found: dict[str, Any]) -> None:
+    assert parsed_engine_args(given) == found
+    assert refused_engine_args(given) == []
+
+
+@pytest.mark.parametrize(("given", "told"), NOT_TAKEN)
+def test_arguments_that_vllm_refuses_are_reported_in_its_words(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match="engine_args") as refused:
+        parsed_engine_args(given)
+    assert told in str(refused.value)
+
+
+def test_refused_arguments_exist_in_vllm() -> None:
+    """No name of the table is misspelt, and all arguments that warmpath itself sets are refused."""
+    names = {field.name for field in fields(AsyncEngineArgs)}
+    assert REFUSED.keys() - AppConfig.model_fields.keys() <= names
+    assert {name for name in names if name.startswith("data_parallel")} <= REFUSED.keys()

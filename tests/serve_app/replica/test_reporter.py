@@ -32,6 +32,7 @@ from serve_app.replica.replica import Replica
 from serve_app.replica.reporter import Reporter
 from tests.serve_app.engine.adapters import save_plain, simulated_engine
 from tests.serve_app.engine.tiny import Collector, prompt, request
+from tests.serve_app.replica.loops import run_at_once
 
 pytestmark = pytest.mark.anyio
 
@@ -60,31 +61,39 @@ class Bench:
 
 
 @pytest.mark.parametrize("news", [True, False])
-async def test_a_prefill_that_changes_is_told_at_once(news: bool) -> None:
+def test_a_prefill_that_changes_is_told_at_once(news: bool) -> None:
     """With an interval of an hour a report is sent when a prefill arrives or ends, and only then."""
     bench = Bench(3600.0)
-    task = asyncio.create_task(bench.reporter.run())
-    assert await bench.next() == IDLE
-    for tokens in (500, 900):
-        bench.load = structs.replace(IDLE, queued_prefill_tokens=tokens)
-        if news:
-            bench.reporter.prefills_changed()
-            bench.reporter.prefills_changed()
-            await bench.next()
-        await asyncio.sleep(0.01)
-    task.cancel()
+
+    async def changed() -> None:
+        task = asyncio.create_task(bench.reporter.run())
+        assert await bench.next() == IDLE
+        for tokens in (500, 900):
+            bench.load = structs.replace(IDLE, queued_prefill_tokens=tokens)
+            if news:
+                bench.reporter.prefills_changed()
+                bench.reporter.prefills_changed()
+                await bench.next()
+            await asyncio.sleep(1000.0)
+        task.cancel()
+
+    run_at_once(changed())
     assert [load.queued_prefill_tokens for load in bench.loads] == ([0, 500, 900] if news else [0])
 
 
-async def test_a_load_that_changes_otherwise_is_told_within_the_interval() -> None:
+def test_a_load_that_changes_otherwise_is_told_within_the_interval() -> None:
     """Decodes begin and end without a change of prefills; nothing is reported twice."""
     bench = Bench(0.01)
-    task = asyncio.create_task(bench.reporter.run())
-    await bench.next()
-    bench.load = structs.replace(IDLE, running_sequences=3)
-    assert (await bench.next()).running_sequences == 3
-    await asyncio.sleep(0.05)
-    task.cancel()
+
+    async def changed() -> None:
+        task = asyncio.create_task(bench.reporter.run())
+        await bench.next()
+        bench.load = structs.replace(IDLE, running_sequences=3)
+        assert (await bench.next()).running_sequences == 3
+        await asyncio.sleep(0.5)
+        task.cancel()
+
+    run_at_once(changed())
     assert len([load for load in bench.loads if load.running_sequences == 3]) == 1
 
 

@@ -65,7 +65,15 @@ def fill(engine: TorchEngine, ids: Sequence[int], *, scope: PrefixScope = SCOPE,
 
 def hashes(engine: TorchEngine) -> frozenset[bytes]:
     """Return the hashes of all blocks that an engine has cached."""
-    return frozenset(engine._cache.index._by_hash)
+    return frozenset(one for run in engine.transfer.hot_prefixes().runs for one in split_chain(run.hashes))
+
+
+def filled(*prompts: Sequence[int], blocks: int = 256, **settings: object) -> TorchEngine:
+    """Return an engine that has cached prompts."""
+    engine = make_engine(blocks, **settings)  # type: ignore[arg-type]
+    for ids in prompts:
+        fill(engine, ids)
+    return engine
 
 
 class Local(Peers):

@@ -25,6 +25,7 @@ from tests.serve_app.replica.lifecycle.peers import (
     Local,
     Prompts,
     fill,
+    filled,
     hashes,
     make_engine,
 )
@@ -47,13 +48,6 @@ def run(local: Local, engine: TorchEngine, *more: list[list[int]]) -> Receipt:
     return receipt
 
 
-def filled(prompts: list[list[int]], num_blocks: int = 256, **settings: object) -> TorchEngine:
-    engine = make_engine(num_blocks, **settings)  # type: ignore[arg-type]
-    for prompt in prompts:
-        fill(engine, prompt)
-    return engine
-
-
 @given(Prompts, st.lists(Prompts, min_size=1, max_size=3), st.lists(Prompts, max_size=1))
 def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
     mine: list[list[int]], theirs: list[list[list[int]]], more: list[list[list[int]]]
@@ -64,8 +58,8 @@ def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
 
     docs: failures
     """
-    leaving = filled(mine)
-    local = Local({f"peer {number}": filled(prompts) for number, prompts in enumerate(theirs)})
+    leaving = filled(*mine)
+    local = Local({f"peer {number}": filled(*prompts) for number, prompts in enumerate(theirs)})
     before = {name: hashes(engine) for name, engine in local.engines.items()}
     union = frozenset().union(*before.values())
     receipt = run(local, leaving, *more)
@@ -85,7 +79,7 @@ def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
 @given(Prompts, st.lists(st.integers(1, 12), min_size=1, max_size=3))
 def test_small_peers_take_fitting_blocks_and_the_rest_is_counted(mine: list[list[int]], sizes: list[int]) -> None:
     """Every block is moved or skipped with a reason; peers' free space is filled, and no block of theirs evicted."""
-    leaving = filled(mine)
+    leaving = filled(*mine)
     local = Local({f"peer {number}": make_engine(size) for number, size in enumerate(sizes)})
     receipt = run(local, leaving)
     union = frozenset().union(*map(hashes, local.engines.values()))
@@ -112,9 +106,9 @@ def test_the_hottest_goes_first_and_evicts_only_colder_blocks() -> None:
     for _ in range(5):
         fill(leaving, [1] * 21)
     now_s[0] += 1.0
-    warm = hashes(peer) - hashes(filled([[5] * 20]))
+    warm = hashes(peer) - hashes(filled([5] * 20))
     receipt = run(Local({"peer": peer}), leaving)
-    assert hashes(peer) == warm | hashes(filled([[1] * 21])), "the peer's warm blocks stay"
+    assert hashes(peer) == warm | hashes(filled([1] * 21)), "the peer's warm blocks stay"
     assert peer._cache.evicted_blocks == 5
     assert receipt.skipped == {"no_room": 5}
 
@@ -156,7 +150,7 @@ def test_a_save_goes_to_a_peer_with_space_in_its_budget() -> None:
 @given(st.integers(0, 10))
 def test_a_target_that_dies_is_replaced_by_the_next(answers: int) -> None:
     """All blocks that it had taken are on the living peer."""
-    leaving = filled([[0] * 40, [1] * 40])
+    leaving = filled([0] * 40, [1] * 40)
     leaving._cache.pins.budget_blocks = 64
     leaving._cache.pin(b"key", fill(leaving, [2] * 12), None)
     local = Local({"dies": make_engine(), "lives": make_engine(pins=30)}, {"dies": answers})
@@ -174,7 +168,7 @@ def test_a_target_that_dies_is_replaced_by_the_next(answers: int) -> None:
 
 def test_a_full_target_is_followed_by_the_next() -> None:
     """A peer with the prefix and space for one more block gets that; the whole prefix goes to one where it fits."""
-    leaving = filled([[0] * 20 + [1] * 20])
+    leaving = filled([0] * 20 + [1] * 20)
     small, large = make_engine(6), make_engine()
     for _ in range(3):
         fill(small, [0] * 21)
@@ -185,8 +179,7 @@ def test_a_full_target_is_followed_by_the_next() -> None:
 
 def test_blocks_that_a_target_evicted_since_its_answer_are_sent_too() -> None:
     """The same holds for blocks that it is still computing: its answer is a hint."""
-    leaving, peer = filled([[0] * 20 + [1] * 20, [2] * 20]), make_engine()
-    fill(peer, [0] * 20)
+    leaving, peer = filled([0] * 20 + [1] * 20, [2] * 20), filled([0] * 20)
 
     class Forgetful(Local):
         async def survey(self, peer: str, runs: Sequence[bytes]) -> Survey:
@@ -202,7 +195,7 @@ def test_blocks_that_a_target_evicted_since_its_answer_are_sent_too() -> None:
 @pytest.mark.anyio
 async def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> None:
     """It may end before this replica's list or before a peer's answer."""
-    leaving, receipt = filled([[0] * 40]), Receipt()
+    leaving, receipt = filled([0] * 40), Receipt()
 
     class Hangs(Local):
         hangs = False
@@ -227,7 +220,7 @@ async def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> Non
 @pytest.mark.anyio
 async def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
     """Until then the part is a reference to bytes elsewhere."""
-    leaving = filled([[0] * 40])
+    leaving = filled([0] * 40)
     prefix = leaving.transfer.hot_prefixes().prefix(0)
     part = leaving.transfer.export_prefix(prefix)
     assert part is not None
@@ -250,7 +243,7 @@ async def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
 
 def test_the_time_bounds_it_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside streams it is slower; without time nothing is moved and nothing raised."""
-    leaving = filled([[0] * 40])
+    leaving = filled([0] * 40)
     slow_bytes_per_s = PIECE_BLOCKS * BLOCK_BYTES / 1000  # a piece takes far longer than everything else
     monkeypatch.setattr(handover_module, "BUSY_BYTES_PER_S", slow_bytes_per_s)
 
@@ -287,7 +280,7 @@ def test_tenants_shares_hold_at_the_receiver() -> None:
 
 
 def test_another_model_takes_nothing() -> None:
-    leaving = filled([[0] * 40])
+    leaving = filled([0] * 40)
     receipt = run(Local({"peer": make_engine(model="another")}), leaving)
     assert receipt.skipped == {"refused": 10}
     assert not receipt.blocks

@@ -28,6 +28,7 @@ from tests.serve_app.replica.lifecycle.peers import (
     Local,
     Prompts,
     fill,
+    filled,
     hashes,
     make_engine,
 )
@@ -55,9 +56,7 @@ def test_a_plan_keeps_to_its_budget_and_order(held: list[list[list[int]]], most_
     """
     offers = {}
     for number, prompts in enumerate(held):
-        engine = make_engine()
-        for prompt in prompts:
-            fill(engine, prompt)
+        engine = filled(*prompts)
         if prompts:
             blocks = fill(engine, prompts[0])
             engine._cache.pins.budget_blocks = 64
@@ -101,10 +100,7 @@ def test_a_plan_does_not_copy_a_long_beginning_for_each_prefix_that_has_it() -> 
 @given(st.lists(Prompts, min_size=1, max_size=3), st.integers(1, 60))
 def test_planned_blocks_arrive(held: list[list[list[int]]], most_blocks: int) -> None:
     """Only these arrive, in pieces; none is in use afterwards, and holders keep their blocks."""
-    local = Local({f"peer {number}": make_engine() for number in range(len(held))})
-    for engine, prompts in zip(local.engines.values(), held, strict=True):
-        for prompt in prompts:
-            fill(engine, prompt)
+    local = Local({f"peer {number}": filled(*prompts) for number, prompts in enumerate(held)})
     before = {name: hashes(engine) for name, engine in local.engines.items()}
     new = make_engine()
     receipt = run(local, new, most_blocks)
@@ -125,11 +121,7 @@ def test_a_peer_that_dies_is_replaced_by_the_next(answers: int) -> None:
 
     docs: failures
     """
-    local = Local({"dies": make_engine(), "lives": make_engine()}, {"dies": answers})
-    shared, own = [0] * 40, [1] * 40
-    for engine in local.engines.values():
-        fill(engine, shared)
-    fill(local.engines["dies"], own)
+    local = Local({"dies": filled([0] * 40, [1] * 40), "lives": filled([0] * 40)}, {"dies": answers})
     new = make_engine()
     receipt = run(local, new)
     assert hashes(local.engines["lives"]) <= hashes(new)
@@ -149,8 +141,7 @@ def test_the_time_bounds_it_for_any_peers(monkeypatch: pytest.MonkeyPatch) -> No
                 await asyncio.Event().wait()
             return await super().fetch(holder, wanted)
 
-    local = Stuck({"peer": make_engine()})
-    fill(local.engines["peer"], [0] * 40)
+    local = Stuck({"peer": filled([0] * 40)})
     new = make_engine()
     monkeypatch.setattr(prewarm_module, "ANSWER_PART", 0.01)  # else the peer would be given up first
     receipt = run_at_once(Prewarm(new, local, no_adapter, config(time_s=1.0)).run(["peer"]))
@@ -168,9 +159,7 @@ def test_a_peer_that_hangs_leaves_time_for_the_others(hangs_at: str) -> None:
                 await asyncio.Event().wait()
             return await super()._ask(question, peer, *args)
 
-    local = Hangs({"hangs": make_engine(), "lives": make_engine()})
-    for engine in local.engines.values():
-        fill(engine, [0] * 40)
+    local = Hangs({"hangs": filled([0] * 40), "lives": filled([0] * 40)})
     new = make_engine()
     receipt = run_at_once(Prewarm(new, local, no_adapter, config(time_s=8.0)).run(["hangs", "lives"]))
     assert hashes(new) == hashes(local.engines["lives"])
@@ -183,19 +172,14 @@ def test_without_peers_it_is_over_at_once() -> None:
 
 def test_another_model_gives_nothing_and_a_full_pool_takes_only_fitting_blocks() -> None:
     """An old version's replica may serve other weights; a small pool is filled, but nothing of it evicted."""
-    local = Local({"other": make_engine(model="another")})
-    fill(local.engines["other"], [0] * 40)
     new = make_engine()
-    receipt = run(local, new)
+    receipt = run(Local({"other": filled([0] * 40, model="another")}), new)
     assert not hashes(new)
     assert receipt.skipped == {"refused": 10}
-    local = Local({"peer": make_engine()})
-    fill(local.engines["peer"], [0] * 40)
-    small = make_engine(7)
+    local, small = Local({"peer": filled([0] * 40)}), make_engine(7)
     assert run(local, small).blocks.total() == 7
     assert small._cache.evicted_blocks == 0
-    half_full = make_engine(7)
-    fill(half_full, [9] * 16)
+    half_full = filled([9] * 16, blocks=7)
     receipt = run(local, half_full)
     assert (receipt.blocks.total(), half_full._cache.evicted_blocks) == (3, 0), "its own blocks stay"
     assert receipt.skipped["no_room"] == 0, "blocks without space are not requested"
