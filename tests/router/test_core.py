@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from router.core import RoutingCore
-from router.load.load_table import RESERVATION_TTL_S
 from router.policy.policies import POLICIES
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, StatsReport, pack_adapters
 from router.serve.core_registry import core_for
 from router.settings import PolicySettings, RouterSettings
 from tests.router import cores
-from tests.router.cores import Clock, ask, core_of, decided, load
+from tests.router.cores import ask, core_of, decided, load
 
 CHAIN = cores.CHAIN[:160]
 """Ten blocks of 16 tokens."""
@@ -80,19 +79,6 @@ def test_simultaneous_requests_spread_and_users_of_one_cold_prompt_follow_the_fi
     for decision in herd:
         core.release(decision)
     assert len(core._known.pending._chains) == core.state()["open_reservations"] == 0
-
-
-def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
-    clock = Clock()
-    core = core_of("a", clock=clock)
-    decision = decided(core, ask(1))
-    core.release(decision)
-    core.release(decision)
-    decided(core, ask(2))
-    assert core.loads.queue_ahead("a") > 0
-    clock.now_s = RESERVATION_TTL_S + 1.0
-    core.release(decided(core, ask(3)))
-    assert core.loads.queue_ahead("a") == core.loads.open_reservations == len(core._known.pending._chains) == 0
 
 
 def test_update_replicas_reports_differences() -> None:

@@ -76,39 +76,6 @@ def test_a_public_prompt_has_a_share_as_long_as_it_is_read(read: bool) -> None:
     assert bench.held(PUBLIC) == (4 if read else 0)
 
 
-def test_an_inactive_tenant_loses_blocks_first_until_it_returns() -> None:
-    """A tenant without requests has no share to defend; its next request gives it one."""
-    bench = Bench(10)
-    bench.fill("gone", 5)
-    bench.fill("here", 5)
-    bench.now_s = CACHE_ACTIVE_S
-    assert bench.cache.quota.shares.fraction("here") == 0.5
-    bench.now_s = CACHE_ACTIVE_S + 1
-    bench.fill("here", 1, 1)
-    assert (bench.held("gone"), bench.held("here")) == (4, 6)
-    assert bench.cache.quota.shares.fraction("here") == 1.0
-    bench.cache.quota.touch("gone")
-    assert bench.cache.quota.shares.fraction("here") == 0.5
-    bench.fill("here", 1, 2)
-    assert (bench.held("gone"), bench.held("here")) == (4, 6)
-
-
-def test_protected_blocks_are_the_idle_ones_within_others_shares() -> None:
-    """Others' ten idle blocks count only up to their share, less the blocks in use."""
-    bench = Bench(30)
-    bench.fill("a", 12)
-    bench.fill("b", 4, 0, keep=True)
-    bench.fill("b", 3, 1)
-    quota = bench.cache.quota
-    quota.touch("c")
-    assert quota.protected("c") == 10 + 3
-    assert quota.protected("a") == 3
-    bench.now_s = GUARD_S + 1
-    quota.touch("b")
-    assert quota.protected("c") == 3, "a has not been seen for a minute"
-    assert (quota.in_use("a"), quota.in_use("b"), quota.in_use("never seen")) == (0, 4, 0)
-
-
 def test_with_several_tenants_configured_a_lone_one_counts_as_one_of_two() -> None:
     """This keeps a share ready for a new tenant; if only one tenant exists, everything is its own."""
     assert Bench(8, a=1.0, b=1.0).cache.quota.shares.fraction("a") == 0.5
