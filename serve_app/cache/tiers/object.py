@@ -55,7 +55,8 @@ ABSENT_S = 10.0
 """How long an object that was absent counts as absent; another replica may write it meanwhile."""
 
 FRESH_S = 3600.0
-"""A block used here is written again after this time, which makes it young: the oldest objects are removed first."""
+"""A replica writes an object at most once in this time. If it is evicted here later, writing it again makes it young,
+and the oldest objects are removed first: so those stay that are used."""
 
 SWEEP_S = 600.0
 SWEEP_PART = 16
@@ -166,7 +167,7 @@ class ObjectStore:
             self._keys.put(scope, _Keys(derived[:32], AESGCM(derived[32:])))
 
     def known(self, block: TierBlock) -> bool | None:
-        """Return True for a block that was written or read here not long ago."""
+        """Return True for a block that was written here not long ago."""
         name = self._name(block)
         fresh_until_s = self._fresh_until_s.get(name) if name is not None else None
         return True if fresh_until_s is not None and fresh_until_s > self._clock() else None
@@ -219,7 +220,6 @@ class ObjectStore:
                         self._absent_until_s.put(name, self._clock() + ABSENT_S)
                         self._fresh_until_s.drop(name)
                     return
-                self._fresh_until_s.put(name, self._clock() + FRESH_S)
                 yield block
 
     def touch(self, block_hashes: Iterable[bytes]) -> None:

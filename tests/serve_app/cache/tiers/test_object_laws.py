@@ -1,5 +1,7 @@
 """Laws of a store that two replicas share, under any order of their writes, reads, resets and restarts."""
 
+import threading
+
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -157,3 +159,26 @@ def test_a_harmed_block_is_written_again_by_the_replica_that_wrote_it() -> None:
     assert list(direct.store.read(wanted(direct.blocks))) == []
     assert [direct.store.known(block) for block in direct.blocks] == [None, True, True]
     assert (direct.store.refused_files, direct.store.counts.failures) == (1, 0)
+
+
+def test_blocks_in_use_outlive_unused_ones_that_are_younger() -> None:
+    """A replica that loads and evicts a block makes it young again, however often it is read."""
+    direct = Direct()
+    used, *_ = direct.blocks
+    files = direct.file_system.store
+    by_age = sorted(files, key=lambda name: files[name].created)
+    assert len(by_age) == 3
+    reader = direct.opened(b"k")
+    assert len(list(reader.read(wanted([used])))) == 1
+    assert reader.known(used) is None
+    assert reader.store(used, content(used))
+    small = ObjectStore(direct.file_system, "/kv", 3 * len(next(iter(direct.objects().values()))) - 1, FORMAT)
+    small.learn(scope_digest(SCOPES["a"]), SCOPES["a"].root(b"k"))
+    younger = path(1, scope=SCOPES["a"])[0]
+    assert small.store(younger, content(younger))
+    pause = threading.Event()
+    for _ in range(2000):
+        if len(direct.objects()) <= 2:
+            break
+        pause.wait(0.005)
+    assert by_age[0] in direct.objects() and by_age[1] not in direct.objects()
