@@ -32,7 +32,8 @@ class Room:
         self.pauses: list[int] = []
         self.last_pause = last_pause
         self.served: list[object] = []
-        self.queue = WaitQueue(self.pause)
+        self.waits_s: list[float] = []
+        self.queue = WaitQueue(self.pause, self.waits_s.append)
 
     async def pause(self, attempt: int) -> None:
         self.pauses.append(attempt)
@@ -68,6 +69,7 @@ async def test_first_come_first_served(free: int, requests: int, cancelled: set[
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert room.served == [outcome for outcome in outcomes if isinstance(outcome, int)]
     assert set(range(requests)) - set(room.served) <= cancelled
+    assert len(room.waits_s) == len([number for number in room.served if int(str(number)) >= free])
     assert not room.queue._lines
     assert room.asked <= 2 * requests + len(room.pauses)
 

@@ -32,7 +32,7 @@ def test_the_least_recently_used_adapter_goes_first_and_never_one_with_live_requ
     assert held.loaded == ("a@0", "b@0", "d@0"), "c was the least recently used idle one"
     held.pin("a@0")
     held.pin("d@0")
-    with pytest.raises(QueueFull, match="every adapter in memory"):
+    with pytest.raises(QueueFull, match="max_cpu_loras is reached"):
         held.load(spec("e"))
     held.unpin("b@0")
     held.load(spec("e"))

@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentResponse
 
 from router.protocol.request import NoReplicaLeft
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, Prefilled, request_of_wire, to_wire
-from serve_app.errors import Overloaded, RateLimited, WarmpathError
+from serve_app.errors import LimitReason, Overloaded, RateLimited, WarmpathError
 from serve_app.generation.call import Aborts
 from serve_app.generation.dispatch import MAX_ATTEMPTS
 from serve_app.ray_compat import cancel_call
@@ -41,7 +41,8 @@ from tests.serve_app.generation.fake_replicas import (
 )
 from tests.serve_app.generation.outputs import output
 
-FULL = output(error="queue_full", message="full", retry_after_s=3.0)
+REASON = LimitReason("engine", "max_waiting_requests", 2, 2)
+FULL = output(error="queue_full", message="full", retry_after_s=3.0, reason=REASON)
 
 
 @pytest.mark.parametrize("error", [NoReplicaLeft("none"), DeploymentUnavailableError(DeploymentID("d"))], ids=type)
@@ -83,6 +84,7 @@ def test_a_wait_ends_at_the_deadline_with_when_to_come_back(
     with pytest.raises(error) as caught:
         run(handle, deadline_s=1030.0)
     assert caught.value.retry_after_s == retry_after_s
+    assert caught.value.reason == (REASON if chunks is not BEGUN and chunks is not NONE else None)
     assert (len(handle.calls) > 2) == (chunks is not NONE)
 
 

@@ -16,6 +16,7 @@ from router.protocol.events import Event
 from router.protocol.request import Decision
 from serve_app.cache.prefix_digest import scope_digest
 from serve_app.engine.protocol import EngineError, EngineOutput, QueueFull, RemoteKv, RequestTooLong, Save, TokenRules
+from serve_app.errors import LimitReason
 from tests.harness.churn.audit import Imbalance, tables
 from tests.harness.churn.churn import Churn
 from tests.serve_app.conftest import MakeEngine, Reference
@@ -174,6 +175,7 @@ def test_a_flooding_tenant_leaves_an_eighth_of_the_queue(make_simulated: MakeSim
         with pytest.raises(QueueFull) as refused:
             engine.submit(request("more", prompt(10), 1, tenant=tenant), Collector())
         assert refused.value.retry_after_s > 0
+        assert refused.value.reason == LimitReason("engine", "max_waiting_requests", places, 16), "its own requests"
     both.start()
     collector.wait(["flood13", "other1"])
     assert run_all(both, [request("more", prompt(10), 1, tenant="flood")]).finish["more"] == "length"
