@@ -106,7 +106,7 @@ class WaitingLine:
             raise
 
     def _units(self, tenant: str, waiter: _Waiter) -> int:
-        return min(waiter.units, self._budget.share(tenant))
+        return 1 if waiter.units == 1 else min(waiter.units, self._budget.share(tenant))
 
     def _start(self, tenant: str, waiter: _Waiter) -> None:
         if waiter.granted.cancelled():  # the waiting caller was cancelled and has not run yet
