@@ -33,7 +33,7 @@ ENV HOME=/home/warmpath \
     RAY_USAGE_STATS_ENABLED=0 \
     TOKENIZERS_PARALLELISM=false
 # Fetch and build these models here, so that containers without their own checkpoint need no network.
-RUN python -c "from serve_app.checkpoints.sources.resolve import resolve_model as r; r('smollm2'); r('demo')"
+RUN python -c "from serve_app.checkpoints.sources import resolve_model as r; r('smollm2'); r('demo')"
 EXPOSE 8000
 # On Kubernetes KubeRay's own probes apply.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=300s CMD wget -q -O /dev/null http://127.0.0.1:8000/health

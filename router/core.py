@@ -10,16 +10,20 @@ from random import Random
 from threading import Lock
 from typing import Any
 
-from router.directory.directory import Directory
+from router.candidates import RoutingView, estimate
+from router.directory import Directory
 from router.known_replicas import KnownReplicas
-from router.observe.counters import RouterCounters
-from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
-from router.observe.explain import explain
-from router.observe.state import regret_state, router_state, sane_stats
-from router.policy.candidates import RoutingView
-from router.policy.costs import estimate
-from router.policy.policies import POLICIES, least_loaded
-from router.policy.recheck import MAX_REROUTES
+from router.observe import (
+    RecentTimes,
+    RequestTimes,
+    RouterCounters,
+    WorkingSet,
+    explain,
+    regret_state,
+    router_state,
+    sane_stats,
+)
+from router.policies import MAX_REROUTES, POLICIES, least_loaded
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import Event, LoadReport, StatsReport
 from router.protocol.request import Decision, Reason, RoutedRequest

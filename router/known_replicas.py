@@ -2,11 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterable
 
-from router.directory.directory import Directory
-from router.directory.drift import DriftChecks
-from router.directory.pending_prefixes import PendingPrefixes
-from router.load.load_table import LoadTable
-from router.load.lora_residency import LoraResidency
+from router.directory import Directory, DriftChecks, PendingPrefixes
+from router.load import LoadTable, LoraResidency
 from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, LoadReport, StatsReport
 
 SILENT_S = 5.0

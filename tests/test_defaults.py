@@ -29,7 +29,7 @@ from benchmarks.simulation.front_door import SimulatedRouter
 from benchmarks.simulation.replica import MIN_PULL_TOKENS
 from benchmarks.simulation.settings import ClusterSettings, Contender
 from router.core import RoutingCore
-from router.directory.directory import Directory
+from router.directory import Directory
 from serve_app.config.app import AppConfig
 from serve_app.config.reference import settings_page
 from serve_app.engine.settings import EngineSettings

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.report import percentile
-from serve_app.cli.bench.client import RequestFailed, TimedAnswer, stream_answer
+from serve_app.cli.bench import RequestFailed, TimedAnswer, stream_answer
 
 REFUSED = (429, 503)
 UNKNOWN = "unknown"

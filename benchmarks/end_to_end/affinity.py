@@ -22,8 +22,8 @@ from benchmarks.common.report import add_engine_flag, metric_sum, names_of, pars
 from benchmarks.common.server import instance
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.kv_planner import kv_room
-from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import TimedAnswer, chat_body, stream_chat
+from serve_app.checkpoints.sources import resolve_model
+from serve_app.cli.bench import TimedAnswer, chat_body, stream_chat
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import EngineName
 

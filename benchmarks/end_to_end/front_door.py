@@ -20,8 +20,8 @@ from benchmarks.common.prompts import text_of
 from benchmarks.common.report import BenchmarkError, parser_of, percentile, progress, spread, write
 from benchmarks.common.server import MARK, instance, marked_processes
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
-from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import RequestFailed, TimedAnswer, chat_body, stream_chat
+from serve_app.checkpoints.sources import resolve_model
+from serve_app.cli.bench import RequestFailed, TimedAnswer, chat_body, stream_chat
 
 KINDS = (
     ("ingress", r"ServeReplica:.*:Ingress"),

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.common.report import BenchmarkError, metric_sum, parser_of, write
 from benchmarks.common.server import instance
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 
 TTFT, ITL = "warmpath_time_to_first_token_seconds", "warmpath_inter_token_latency_seconds"
 PROMPT, OUTPUT = "warmpath_tenant_prompt_tokens_total", "warmpath_tenant_completion_tokens_total"

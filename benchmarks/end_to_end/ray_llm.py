@@ -17,8 +17,8 @@ import httpx
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import names_of, parser_of, progress, spread, write
 from benchmarks.peers.ray_llm import ENGINE, MODEL, ROUTERS, application, ray_llm
-from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import RequestFailed, TimedAnswer, chat_body, stream_answer
+from serve_app.checkpoints.sources import resolve_model
+from serve_app.cli.bench import RequestFailed, TimedAnswer, chat_body, stream_answer
 
 BLOCK = ENGINE["block_size"]
 REPLICAS = 2

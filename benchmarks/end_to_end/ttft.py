@@ -14,8 +14,8 @@ import httpx
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import add_engine_flag, parser_of, progress, spread, write
 from benchmarks.common.server import instance
-from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import TimedAnswer, chat_body, stream_chat
+from serve_app.checkpoints.sources import resolve_model
+from serve_app.cli.bench import TimedAnswer, chat_body, stream_chat
 
 
 def main() -> None:

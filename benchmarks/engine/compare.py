@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.common.report import names_of, parser_of, progress, spread, write
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_ROWS
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, vllm_missing
 
 MODULES = {

@@ -29,7 +29,7 @@ from router.protocol.events import BlocksRemoved, CacheCleared, Event
 from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import ENGINES, NGRAM, VLLM_CPU_BLOCK_SIZE
 from serve_app.engine.protocol import Engine, EngineRequest, SamplingParams, TokenRules

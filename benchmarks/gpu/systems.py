@@ -18,7 +18,7 @@ from benchmarks.gpu.shapes import Shape
 from cluster.local import LocalCluster, application
 from router.settings import DEFAULTS
 from serve_app.config.engine import ENGINES, VLLM_CPU_BLOCK_SIZE, EngineName
-from serve_app.tenants.tenants import make_api_key
+from serve_app.tenants import make_api_key
 
 MODEL = "model"
 TENANTS = ("tenant-0", "tenant-1", "tenant-2")

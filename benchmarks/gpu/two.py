@@ -27,7 +27,7 @@ from benchmarks.gpu.rows import QUESTION_TOKENS, SYSTEM_TOKENS, Bench, MeasuredR
 from benchmarks.gpu.shapes import text_of
 from benchmarks.gpu.systems import FLOODER, MODEL, TENANTS, Target, Warmpath
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, read_trace
-from serve_app.cli.bench.client import RequestFailed, TimedAnswer, chat_body
+from serve_app.cli.bench import RequestFailed, TimedAnswer, chat_body
 
 POLICIES = ("estimated_ttft", "power_of_two", "round_robin")
 FEED_S = 0.1

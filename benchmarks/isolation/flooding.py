@@ -21,7 +21,7 @@ from benchmarks.common.virtual_clock import VirtualClock
 from router.protocol.block_hash import PrefixScope, TokenArray
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import ENGINES
 from serve_app.engine.protocol import Engine, EngineOutput, EngineRequest, SamplingParams

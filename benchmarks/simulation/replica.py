@@ -9,7 +9,7 @@ from math import inf
 from benchmarks.common.trace import token_ids_of
 from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.settings import SCOPE, ClusterSettings, SimulatedRequest
-from router.policy.recheck import is_outdated
+from router.policies import is_outdated
 from router.protocol.block_hash import HASH_BYTES, TokenArray, common_blocks
 from router.protocol.events import Event, LoadReport
 from router.protocol.request import Decision
@@ -17,8 +17,8 @@ from router.settings import DEFAULTS
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.scheduler import AGING_SHARE, PREFILL_S
 from serve_app.replica.reporter import NEWS_PAUSE_S
-from serve_app.sessions.admission import Admission
-from serve_app.sessions.sessions import Sessions
+from serve_app.replica.session_gate import Admission
+from serve_app.sessions import Sessions
 
 MIN_PULL_TOKENS = DEFAULTS.scoring.min_pull_tokens
 

@@ -20,7 +20,7 @@ class ClusterSettings:
     A replica computes one prompt at a time, at ``prefill_tokens_per_s``, slowed by ``decode_weight`` for each
     sequence that decodes at its start; an output token takes ``decode_token_s``. Cache events and loads reach routers
     after ``feed_delay_s``; during a prefill, loads are reported every ``report_interval_s``. A request that a replica
-    sends back (``router.policy.recheck``) reaches the next one after ``resend_s``. Sessions wait up to
+    sends back (``router.policies``) reaches the next one after ``resend_s``. Sessions wait up to
     ``session_wait_s`` for capacity.
     """
 

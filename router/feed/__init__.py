@@ -5,8 +5,8 @@ Write path: cache events -> FeedSequencer (numbers, mirror) -> FeedPublisher (so
 lossy transports. The feed does not interpret events: it uses no directory, loads or policy.
 """
 
-from router.feed.messages import FeedEndpoint
 from router.feed.publisher import FeedPublisher
+from router.feed.sequencing import FeedEndpoint
 from router.feed.subscriber import FeedSubscriber
 
 __all__ = ["FeedEndpoint", "FeedPublisher", "FeedSubscriber"]

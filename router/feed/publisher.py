@@ -12,8 +12,7 @@ from threading import Lock, Thread
 
 import zmq
 
-from router.feed.messages import MAX_MESSAGE_BYTES, NONCE_BYTES, FeedEndpoint
-from router.feed.sequencer import FeedSequencer
+from router.feed.sequencing import MAX_MESSAGE_BYTES, NONCE_BYTES, FeedEndpoint, FeedSequencer
 from router.protocol.events import Event
 
 logger = logging.getLogger(__name__)

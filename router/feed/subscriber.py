@@ -17,8 +17,7 @@ import zmq
 import zmq.asyncio
 
 from router.background import run_in_background
-from router.feed.messages import MAX_MESSAGE_BYTES, FeedCounters, FeedEndpoint
-from router.feed.resequencer import FeedResequencer
+from router.feed.sequencing import MAX_MESSAGE_BYTES, FeedCounters, FeedEndpoint, FeedResequencer
 from router.protocol.events import Event
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,18 @@
-"""Metric samples for transfer. A sample is (name, labels, number). A histogram yields samples in Prometheus's form."""
+"""The decay of hits over time, so that frequent and recent use makes a prefix hot."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+HEAT_MEMORY_S = 600.0
+"""A hit counts 1/e as much after this time."""
+
+
+def faded(hits: float, used_s: float, now_s: float) -> float:
+    """Return the value at ``now_s`` of hits that had the value ``hits`` at ``used_s``."""
+    return hits * math.exp((used_s - now_s) / HEAT_MEMORY_S)
+
 
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[str, Labels, float]

@@ -28,16 +28,17 @@ from router.protocol.block_hash import (
     split_chain,
 )
 from router.protocol.events import ENDS_TIER, POOL_TIER, BlocksRemoved, BlocksStored, CacheCleared, Event
-from router.protocol.heat import faded
+from router.protocol.samples import faded
 from router.vllm_events.batches import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
     BlockStored,
+    Chains,
+    HeldBlock,
     KvEventBatch,
     MalformedBatch,
 )
-from router.vllm_events.chains import Chains, HeldBlock
 
 _ROOT = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from serve_app.api.kinds import DOCUMENT_SOURCES, Kinds
+from serve_app.api.json_body import DOCUMENT_SOURCES, Kinds
 from serve_app.api.openai.tools import MAX_ARGUMENT_DEPTH, too_deep
 from serve_app.errors import InvalidRequest
 

@@ -1,4 +1,4 @@
-"""The output side of an API: a whole answer, the events of a streamed one, and errors."""
+"""Server-sent events: the framing and the headers. Each API defines the JSON and the end of the stream."""
 
 from __future__ import annotations
 
@@ -6,9 +6,59 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from serve_app.api.tool_calls import CallEvent, ToolCall
 from serve_app.errors import WarmpathError
 from serve_app.fairness.rate_limits import LimitsLeft
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""Keep caches and buffering proxies from delaying tokens."""
+END = b"\n\n"
+"""The end of an event; an encoder's JSON holds no line break."""
+
+
+def named_event(name: str, payload: bytes) -> bytes:
+    """Frame one line of JSON under an event name, for the APIs that name their events."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), payload)
+
+
+def data_event(payload: bytes) -> bytes:
+    """Frame one line of JSON."""
+    return b"data: " + payload + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One finished call; ``arguments`` is the JSON of an object."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A choice begins a call; the previous one has ended."""
+
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON of the current call's arguments."""
+
+    json: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """The current call ends, or the text inside it. ``raw``: its full text, for broken arguments."""
+
+    raw: str
+
+
+CallEvent = CallBegun | CallArguments | CallEnded
+
 
 ApiFinishReason = Literal["stop", "length", "tool_calls"]
 """Why a choice ended; "tool_calls": it stopped after tool calls."""

@@ -6,7 +6,7 @@ Figures must be complete, fresh and of one version. Ingresses' are merged: each 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.load.replica_load import seconds_per_token
+from router.load import seconds_per_token
 from router.protocol.autoscaling import Bounds, IngressFigures, ReplicaFigures
 
 OLD_AFTER_S = 10.0

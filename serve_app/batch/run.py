@@ -11,15 +11,15 @@ from typing import Any
 from msgspec import structs
 
 from serve_app.api.format import AnswerHead, ErrorAnswer
-from serve_app.api.unknown import ignored_fields
+from serve_app.api.request import ignored_fields
 from serve_app.batch.batch_file import APIS, BatchRequest
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest
 from serve_app.errors import InvalidRequest, WarmpathError
+from serve_app.fairness.queue import WaitingLine
 from serve_app.fairness.shares import Budget, Shares
-from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.generation.answer import TakeOutput, answer_pieces, raise_for, told_ids
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.request_usage import RequestUsage, save_warning
@@ -30,8 +30,7 @@ from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine
 from serve_app.replica.grammars import ReplicaMatchers
 from serve_app.replica.token_channel import TokenStream
-from serve_app.tenants.secret import load_secret
-from serve_app.tenants.tenants import Tenants
+from serve_app.tenants import Tenants, load_secret
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from serve_app.checkpoints.demo_model import RECIPES
-from serve_app.checkpoints.sources.smollm2 import SMOLLM2
+from serve_app.checkpoints.sources import SMOLLM2
 from serve_app.cli.local_ray import IDLE_TIMEOUT_S, answers, keep_token_private, local_environment
 from serve_app.cli.processes import end_descendants
 from serve_app.cli.supervisor import Launch

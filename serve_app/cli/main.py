@@ -9,8 +9,8 @@ from typer.core import TyperCommand
 
 from router import __version__
 from serve_app.checkpoints.checkpoint import CheckpointError
-from serve_app.checkpoints.sources.resolve import resolve_model, with_local_model
-from serve_app.cli.bench import questions
+from serve_app.checkpoints.sources import resolve_model, with_local_model
+from serve_app.cli import bench as questions
 from serve_app.cli.checks.finding import Look
 from serve_app.cli.checks.machine import gpu_count, replica_gpus
 from serve_app.cli.checks.run import findings

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from router.protocol.block_hash import hash_at
 from serve_app.cache.prefix.pins import Pins
-from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import Clock, EngineRequest, SaveOutcome, SaveResult
+from serve_app.engine.reports import EngineMeters
 
 _log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from router.protocol.samples import Sample
 from serve_app.errors import RateLimited
+from serve_app.fairness.queue import Place, WaitingLine
 from serve_app.fairness.rate_limits import Allowance, TenantLimits
 from serve_app.fairness.shares import Budget, Shares
-from serve_app.fairness.waiting_line import Place, WaitingLine
 
 _FIRST_GUESS = 0.25
 """Uncached tokens per byte of body, for a new tenant."""

@@ -9,9 +9,17 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from serve_app.api.format import ApiFinishReason, RankedPrompt, RankedToken, ShownToken, TokenIds, ToldToken
+from serve_app.api.format import (
+    ApiFinishReason,
+    CallEnded,
+    CallEvent,
+    RankedPrompt,
+    RankedToken,
+    ShownToken,
+    TokenIds,
+    ToldToken,
+)
 from serve_app.api.request import GenerateRequest
-from serve_app.api.tool_calls import CallEnded, CallEvent
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, TokenLogprob
 from serve_app.errors import (
     ContextLengthExceeded,
@@ -21,7 +29,7 @@ from serve_app.errors import (
     RateLimited,
     WarmpathError,
 )
-from serve_app.fairness.waiting_line import Place
+from serve_app.fairness.queue import Place
 from serve_app.tokenization.detokenizer import Detokenizer, StopChecker, TokenTexts
 
 STARTED_AT_ONCE = 4

@@ -3,15 +3,14 @@
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from serve_app.api.request import CompletionRequest, GenerateRequest
-from serve_app.api.unknown import not_enforced
+from serve_app.api.request import CompletionRequest, GenerateRequest, not_enforced
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.engine.protocol import SamplingParams, TokenRules
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
-from serve_app.fairness.workers import FairWorkers
+from serve_app.fairness.queue import FairWorkers
 from serve_app.structured.compiler import GrammarCompiler, GrammarError
 from serve_app.structured.grammar import Grammar
-from serve_app.tenants.tenants import Tenant
+from serve_app.tenants import Tenant
 
 _NO_RULES = TokenRules()
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator
 
 from serve_app.api.json_body import JsonBody, Must, Text128
-from serve_app.api.unknown import require_none
+from serve_app.api.request import require_none
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.engine.lora.peft_files import describe_adapter

@@ -14,12 +14,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve_app.api import sse
+from serve_app.api import format as sse
 from serve_app.api.format import AnswerFormat, AnswerHead, AnswerStream
-from serve_app.api.unknown import ignored_fields
+from serve_app.api.request import ignored_fields
 from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
-from serve_app.fairness.waiting_line import Place
+from serve_app.fairness.queue import Place
 from serve_app.generation.answer import Piece, PieceSink
 from serve_app.generation.request_usage import save_warning
 from serve_app.generation.tool_calls.call_reader import WholeChoice

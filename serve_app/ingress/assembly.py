@@ -19,18 +19,17 @@ from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
-from serve_app.cache_diagnostics.detector import MissDetector, PromptMemory
+from serve_app.cache_misses import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
 from serve_app.checkpoints.limits import max_model_len
-from serve_app.checkpoints.sources.resolve import load_served_model
+from serve_app.checkpoints.sources import load_served_model
 from serve_app.config.app import AppConfig
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.levels import Levels
+from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
-from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.call import Aborts
-from serve_app.generation.dispatch import Dispatcher
+from serve_app.generation.dispatch import Aborts, Dispatcher
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.adapter_admin import AdapterAdmin
@@ -39,7 +38,6 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.connections import CALLBACK, CLIENT_HEADERS
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
-from serve_app.ingress.ledgers import Ledgers
 from serve_app.ingress.observe.answer_meter import (
     Observers,
     charge_unanswered,
@@ -50,26 +48,22 @@ from serve_app.ingress.observe.answer_meter import (
     trace_answer,
 )
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.observe.sessions import SessionList
-from serve_app.ingress.prompts.admin import PromptAdmin
-from serve_app.ingress.prompts.warming import Warmer
+from serve_app.ingress.observe.reports import SessionList
+from serve_app.ingress.prompts import PromptAdmin, Warmer
 from serve_app.ingress.services import BODIES, Access, Catalog, Fleet, Records, Services, limits_of
 from serve_app.live.live import Live
 from serve_app.live.prefixes import PrefixTable
 from serve_app.live.tally import RATES
 from serve_app.notices import read_shown
-from serve_app.prompts.registry import Prompts
-from serve_app.prompts.traffic import PromptTraffic
+from serve_app.prompts.registry import Prompts, PromptTraffic
 from serve_app.ray_compat import on_head_node
 from serve_app.replica.token_channel import TokenReceiver
-from serve_app.sessions.limit import SessionLimit
-from serve_app.stored.databases import URL_VARIABLE, StorageLimits, open_database
-from serve_app.stored.responses import StoredResponses
-from serve_app.tenants.secret import load_secret, own_state_dir
-from serve_app.tenants.tenants import Tenants
+from serve_app.sessions import SessionLimit
+from serve_app.stored import URL_VARIABLE, StorageLimits, StoredResponses, open_database
+from serve_app.tenants import Tenants, load_secret, own_state_dir
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from serve_app.tracing.tracer import open_tracer
-from serve_app.usage.ledger import Ledger
+from serve_app.tracing import open_tracer
+from serve_app.usage import Ledger, Ledgers
 
 logger = logging.getLogger(__name__)
 

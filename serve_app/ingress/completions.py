@@ -14,12 +14,18 @@ from starlette.responses import Response
 from router.protocol.block_hash import TokenArray
 from serve_app.api.format import AnswerFormat, AnswerHead
 from serve_app.api.openai.tokens import parse_detokenize
-from serve_app.api.request import ChatRequest, GenerateRequest, reasoning_fields
-from serve_app.api.unknown import UnknownField, require_none, unknown_fields
+from serve_app.api.request import (
+    ChatRequest,
+    GenerateRequest,
+    UnknownField,
+    reasoning_fields,
+    require_none,
+    unknown_fields,
+)
 from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
 from serve_app.fairness.front_door import Arrival, FrontDoor
-from serve_app.fairness.workers import FairWorkers
+from serve_app.fairness.queue import FairWorkers
 from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces, told_ids
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
@@ -30,9 +36,9 @@ from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.http import read_body, until_disconnect
 from serve_app.ingress.observe.answer_meter import AnswerMeter, Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.tenants.tenants import Tenant
+from serve_app.tenants import Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from serve_app.tracing.request import RequestTrace
+from serve_app.tracing import RequestTrace
 
 INLINE_BODY_BYTES = 64 << 10
 """Longer bodies are parsed outside the event loop."""

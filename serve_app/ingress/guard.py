@@ -27,7 +27,7 @@ from serve_app.ingress.drain import Drain
 from serve_app.ingress.http import credentials, error_headers, json_response, request_id_of
 from serve_app.ingress.observe.answer_meter import Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
+from serve_app.tenants import DEFAULT_TENANT, Tenant, Tenants
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,12 @@ from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.fairness.levels import LevelAnswer, LevelQuestion
 from serve_app.live.live import Batch
-from serve_app.prompts.cutover import Cutovers
+from serve_app.prompts.registry import Cutovers
 from serve_app.reconfigure import LiveSettings
-from serve_app.usage.report import UsageRows
+from serve_app.usage import UsageRows
 
 if TYPE_CHECKING:
-    from serve_app.ingress.prompts.admin import PromptReport
-    from serve_app.ingress.prompts.warming import Warm
+    from serve_app.ingress.prompts import PromptReport, Warm
 
 
 @serve.ingress()

@@ -26,20 +26,18 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import credentials, read_body
-from serve_app.ingress.ledgers import Ledgers
 from serve_app.ingress.observe import metrics as figures
-from serve_app.ingress.observe.cache_state import cache_state
-from serve_app.ingress.observe.sessions import SessionList
-from serve_app.ingress.prompts.admin import PromptAdmin
+from serve_app.ingress.observe.reports import SessionList, cache_state
+from serve_app.ingress.prompts import PromptAdmin
 from serve_app.live.live import Live
 from serve_app.notices import read, read_shown
-from serve_app.prompts.registry import Prompts
-from serve_app.prompts.traffic import version_samples
+from serve_app.prompts.registry import Prompts, version_samples
 from serve_app.replica.token_channel import TokenReceiver
-from serve_app.stored.responses import StoredResponses
-from serve_app.tenants.tenants import Tenants
+from serve_app.stored import StoredResponses
+from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from serve_app.tracing.tracer import Tracer
+from serve_app.tracing import Tracer
+from serve_app.usage import Ledgers
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,17 @@ from serve_app.errors import LimitReason, RateLimited
 from serve_app.live.prefixes import Answered, NodeRows, PrefixTable, node_rows
 from serve_app.live.replicas import Activity, ReplicaRow, Roster, came_and_went, replica_rows
 from serve_app.live.tally import BUCKETS, Rings, Tally, Total, joined
-from serve_app.live.view import Facts, NoticesByKind, Occurrence, View, decision_row, encoded, handed_over
-from serve_app.live.watcher import LiveEvent, Watcher
+from serve_app.live.view import (
+    Facts,
+    LiveEvent,
+    NoticesByKind,
+    Occurrence,
+    View,
+    Watcher,
+    decision_row,
+    encoded,
+    handed_over,
+)
 
 logger = logging.getLogger(__name__)
 

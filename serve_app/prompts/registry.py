@@ -1,22 +1,167 @@
-"""Registered prompts: a reference -> a tenant's text. The tokens of public ones are public in any prompt."""
+"""The promoted version of each prompt name, stored in a file. Of two states, all ingresses use the higher one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
+from router.protocol.samples import Sample
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.errors import InvalidRequest, NotFound
-from serve_app.prompts.cutover import Cutovers, read_cutovers
-from serve_app.prompts.lock import Prompt, PromptDirectory, PromptError
+from serve_app.prompts.lock import Prompt, PromptDirectory, PromptError, read_bounded, write_atomically
 
 if TYPE_CHECKING:
     from serve_app.tokenization.tokenizer import PromptTokenizer
+
+STATE = "promotions.json"
+
+
+class Cutover(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Versions of one name. ``previous``: "" for none."""
+
+    promoted: str
+    previous: str = ""
+
+
+class Cutovers(msgspec.Struct, frozen=True):
+    """All names' cut-overs. ``serial`` grows with each change. ``by`` distinguishes two simultaneous changes."""
+
+    serial: int = 0
+    by: str = ""
+    names: Mapping[str, Cutover] = {}
+
+    def newer_than(self, other: Cutovers) -> bool:
+        """Return whether this state replaces the other. Of two different states, exactly one does."""
+        return (self.serial, self.by) > (other.serial, other.by)
+
+    def promoted(self, name: str, version: str) -> Cutovers:
+        """Return the state after the promotion of a version."""
+        before = self.names.get(name, Cutover(""))
+        previous = before.promoted if before.promoted != version else before.previous
+        return self._with(name, Cutover(version, previous))
+
+    def rolled_back(self, name: str) -> Cutovers:
+        """Return the state after a return to the previous version. Raises InvalidRequest."""
+        before = self.names.get(name)
+        if before is None or not before.previous:
+            raise InvalidRequest(f"There is no earlier version of {name[:64]!r} to return to.", param="prompt_ref")
+        return self._with(name, Cutover(before.previous))
+
+    def refs(self, name: str) -> list[str]:
+        """Return the references of a name's versions in use, the promoted one first."""
+        cutover = self.names.get(name, Cutover(""))
+        return [f"{name}@{version}" for version in (cutover.promoted, cutover.previous) if version]
+
+    def check(self, refs: Collection[str]) -> None:
+        """Raise PromptError if a version in use is not among ``refs``."""
+        missing = [ref for name in self.names for ref in self.refs(name) if ref not in refs]
+        if missing:
+            raise PromptError(f"{missing[0]} is in use ({STATE}) and not locked; put it back, or roll back first")
+
+    def _with(self, name: str, cutover: Cutover) -> Cutovers:
+        return Cutovers(self.serial + 1, secrets.token_hex(4), {**self.names, name: cutover})
+
+
+def read_cutovers(directory: Path) -> Cutovers:
+    """Return the last written state, or an empty one without a file. Raises PromptError."""
+    file = directory / STATE
+    try:
+        return msgspec.json.decode(read_bounded(file, 1 << 20), type=Cutovers)
+    except FileNotFoundError:
+        return Cutovers()
+    except (OSError, ValueError) as error:
+        raise PromptError(f"cannot read {file}: {error}") from error
+
+
+def write_cutovers(directory: Path, cutovers: Cutovers) -> None:
+    """Write the state for later starts. Raises OSError."""
+    write_atomically(directory / STATE, msgspec.json.format(msgspec.json.encode(cutovers)) + b"\n")
+
+
+class Use(NamedTuple):
+    """A kind of request for a prompt, with its own KV. ``tenant``: the latest. ``chat``: by the template, else text."""
+
+    tenant: str
+    model: str
+    lora_name: str | None
+    cache_salt: str | None
+    chat: bool
+
+
+class VersionCounts(NamedTuple):
+    """The figures of one version. ``warm_requests``: requests that found all of it in the cache."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    warm_requests: int = 0
+
+    def plus(self, other: VersionCounts) -> VersionCounts:
+        """Return the sum of both."""
+        return VersionCounts(*map(operator.add, self, other))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures for operators."""
+        return {
+            "requests": self.requests,
+            "cold_requests": self.requests - self.warm_requests,
+            "hit_rate": round(self.cached_tokens / self.prompt_tokens, 4) if self.prompt_tokens else None,
+        }
+
+
+class PromptTraffic:
+    """Requests at one ingress by NAME@VERSION. ``least_tokens``: cached tokens that imply a fully cached version."""
+
+    def __init__(self, least_tokens: Callable[[str], int] = lambda _: 1) -> None:
+        self._least_tokens = least_tokens
+        self._figures: dict[str, VersionCounts] = {}
+        self._uses: dict[str, OrderedDict[Use, Use]] = {}
+
+    def add(self, ref: str, prompt_tokens: int, cached_tokens: int) -> None:
+        """Count one answered request."""
+        warm = cached_tokens >= max(1, self._least_tokens(ref))
+        counted = VersionCounts(1, prompt_tokens, cached_tokens, int(warm))
+        self._figures[ref] = self._figures.get(ref, VersionCounts()).plus(counted)
+
+    def add_use(self, ref: str, use: Use, *, public: bool) -> None:
+        """Record a use of a prompt. A public prompt's KV is the same for all tenants and salts."""
+        uses = self._uses.setdefault(ref.partition("@")[0], OrderedDict())
+        way = use._replace(tenant="", cache_salt=None) if public else use
+        uses[way] = use
+        uses.move_to_end(way)
+        if len(uses) > 16:
+            uses.popitem(last=False)
+
+    def report(self) -> tuple[dict[str, VersionCounts], dict[str, list[Use]]]:
+        """Return the figures by version, and each name's uses, the latest last."""
+        return dict(self._figures), {name: list(uses.values()) for name, uses in self._uses.items()}
+
+
+def version_samples(report: Mapping[str, VersionCounts]) -> Iterable[Sample]:
+    """Yield the tokens of each version."""
+    for ref, figures in report.items():
+        labels = (("prompt", ref),)
+        yield "warmpath_prompt_version_tokens_total", labels, float(figures.prompt_tokens)
+        yield "warmpath_prompt_version_cached_tokens_total", labels, float(figures.cached_tokens)
+
+
+def merged(reports: Iterable[Mapping[str, VersionCounts]]) -> dict[str, VersionCounts]:
+    """Return the summed figures of several ingresses."""
+    totals: dict[str, VersionCounts] = {}
+    for report in reports:
+        for ref, figures in report.items():
+            totals[ref] = totals.get(ref, VersionCounts()).plus(figures)
+    return totals
+
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from router.policy.policies import POLICIES
+from router.policies import POLICIES
 from router.protocol.request import Decision, Reason
 from router.serve.core_registry import router_for
 from router.serve.request_router import deployment_key

@@ -19,8 +19,7 @@ from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.ray_compat import vllm_engine_class
-from serve_app.ray_llm.prefills import Prefills
-from serve_app.ray_llm.recent_answers import RecentAnswers
+from serve_app.ray_llm.requests import Prefills, RecentAnswers
 from serve_app.ray_llm.scopes import Scopes
 from serve_app.replica.reporter import Reporter, tell_caches
 

@@ -18,13 +18,13 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 from ray.util import metrics
 
 from router.core import RoutingCore
-from router.load.load_table import RESERVATION_TTL_S
+from router.load import RESERVATION_TTL_S
 from router.protocol.events import Event, LoadReport, request_key, unpack_keys
 from router.protocol.request import Decision, RoutedRequest
 from router.serve.core_registry import register_router
 from router.serve.request_router import CacheAwareRouter, deployment_key
 from serve_app.ray_compat import check_llm_headers, session_header
-from serve_app.ray_llm.open_decisions import OpenDecisions
+from serve_app.ray_llm.requests import OpenDecisions
 from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
 from serve_app.ray_llm.tenant_header import only_value
 

@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.ray_llm.tenant_header import only_value
-from serve_app.tenants.secret import load_secret
+from serve_app.tenants import load_secret
 
 TENANT_HEADER = "WARMPATH_TENANT_HEADER"
 """The key in an ``LLMConfig``'s ``experimental_configs``. "": all requests belong to one tenant."""

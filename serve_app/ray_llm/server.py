@@ -14,7 +14,7 @@ from ray.serve.llm import LLMServer
 from router.feed import FeedPublisher
 from router.serve.request_router import FEED_METADATA
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
-from serve_app.ray_llm.recent_answers import RecentAnswer
+from serve_app.ray_llm.requests import RecentAnswer
 from serve_app.ray_llm.scopes import DEFAULT_TENANT_HEADER, METADATA, TENANT_HEADER, EngineFacts, Scopes
 from serve_app.ray_llm.tenant_header import TenantMiddleware
 

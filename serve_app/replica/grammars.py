@@ -2,8 +2,8 @@
 
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.config.app import AppConfig
+from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.fairness.workers import FairWorkers
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.structured.matcher import AnswerMatcher, Matchers
 

@@ -22,7 +22,7 @@ from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Clock, Engine, EngineError, EngineRequest, RemoteKv
 from serve_app.replica.peers import HolderLost, NoPart, PulledPart, WantedPart
-from serve_app.tracing.replica import ReplicaTrace, end_pull
+from serve_app.tracing import ReplicaTrace, end_pull
 
 logger = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from ray import serve
 
 from router.background import run_in_background
 from router.feed import FeedPublisher
-from router.policy.recheck import is_outdated
+from router.policies import is_outdated
 from router.protocol.block_hash import PrefixScope
 from router.protocol.events import LoadReport, StatsReport, pack_adapters
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
-from serve_app.checkpoints.sources.resolve import load_served_model
+from serve_app.checkpoints.sources import load_served_model
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import (
     EngineError,
@@ -44,8 +44,8 @@ from serve_app.reconfigure import LiveSettings
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.grammars import ReplicaMatchers
 from serve_app.replica.lifecycle.answers import PeerAnswers
+from serve_app.replica.lifecycle.handover import MoveMeters
 from serve_app.replica.lifecycle.lifecycle import Lifecycle
-from serve_app.replica.lifecycle.receipt import MoveMeters
 from serve_app.replica.peers import Peers, Question
 from serve_app.replica.pull import Puller
 from serve_app.replica.reporter import Reporter, attributes_of, replica_figures, tell_caches
@@ -53,9 +53,8 @@ from serve_app.replica.running_calls import STOPPING, RunningCalls
 from serve_app.replica.session_gate import SessionGate
 from serve_app.replica.token_channel import TokenSender, TokenStream
 from serve_app.structured.compiler import GrammarError
-from serve_app.tenants.secret import forget_secret
-from serve_app.tracing.replica import ReplicaTrace
-from serve_app.tracing.tracer import open_tracer
+from serve_app.tenants import forget_secret
+from serve_app.tracing import ReplicaTrace, open_tracer
 
 logger = logging.getLogger(__name__)
 

@@ -1,23 +1,173 @@
-"""Sessions of a replica's requests: a request may wait until its session's context fits.
+"""Admission of requests: a request waits if its context would evict live sessions from the pool.
 
-A waiting request is already in its engine's queue, like one that waits for a copy. So load reports count it, its time
-limit holds, and it ends like any other. All in the replica's loop.
+A request with most of its prompt cached starts at once. Another one waits while live sessions and its own context
+exceed the pool, unless its tenant's sessions and it fit the tenant's share, so that a flood delays only its own tenant.
+No request waits longer than ``wait_s``. Without admission, in a pool that is too small, every returning session
+recomputes the blocks that the previous one evicted. Not thread-safe.
 """
 
 import asyncio
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import Any
 
-from router.protocol.samples import Sample
+from router.protocol.samples import WAIT_BUCKETS_S, Histogram, Sample
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Clock, Engine, EngineRequest, RemoteKv
+from serve_app.errors import LimitReason
 from serve_app.fairness.shares import Shares
 from serve_app.replica.reporter import replica_figures
-from serve_app.sessions.admission import Admission
-from serve_app.sessions.report import session_report
-from serve_app.sessions.sessions import Sessions
+from serve_app.sessions import Session, Sessions
+
+SMALL_PART = 64
+"""Requests that need less than this part of the pool never wait. They are the turns of active conversations."""
+
+AGING_SHARE = 0.1
+"""Shortest prefill first, but no request is overtaken by one that arrives after ten times its own computing time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    session: Session
+    arrival_s: float
+    needed_tokens: int
+    cached_tokens: Callable[[], int]
+
+
+@dataclass(eq=False)
+class Admission:
+    """One replica's admission, for a pool of ``pool_tokens``.
+
+    ``pinned_tokens``: returns the tokens kept by saves.
+    """
+
+    sessions: Sessions
+    pool_tokens: int
+    pinned_tokens: Callable[[], int]
+    clock: Callable[[], float]
+    wait_s: float
+    shares: Shares = field(default_factory=lambda: Shares({}))
+    _waiting: dict[str, _Waiting] = field(default_factory=dict)
+    _waits_s: Histogram = field(default_factory=lambda: Histogram(WAIT_BUCKETS_S))
+
+    def waits(self, session: Session, needed_tokens: int, cached_tokens: Callable[[], int]) -> bool:
+        """Return whether a session's request waits until ``admitted`` returns it. ``needed_tokens``: to compute.
+
+        Call ``admitted`` at once, because there may be space. ``cached_tokens``: returns its prompt's cached tokens.
+        """
+        if not self.wait_s or needed_tokens * SMALL_PART <= self.pool_tokens or 2 * needed_tokens <= session.tokens:
+            return False
+        self.sessions.set_waiting(session, waits=True)
+        self._waiting[session.running] = _Waiting(session, self.clock(), needed_tokens, cached_tokens)
+        return True
+
+    @property
+    def room_tokens(self) -> int:
+        """The tokens that saves leave for sessions."""
+        return self.pool_tokens - self.pinned_tokens()
+
+    def waited_s(self, session: Session) -> float:
+        """Return the time that a waiting session has waited."""
+        return self.clock() - self._waiting[session.running].arrival_s
+
+    def forget(self, request_id: str) -> None:
+        """Remove a request that has ended."""
+        self._waiting.pop(request_id, None)
+
+    def admitted(self) -> list[str]:
+        """Return the requests that may start now, and stop waiting for them."""
+        if not self._waiting:
+            return []
+        room, now_s, pace = self.room_tokens, self.clock(), self.sessions.pace()
+        idle_s = now_s - self.sessions.busy_until_s()
+        held = self.sessions.held()
+        held_tokens = held.total()
+        tenants = held.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
+        share = {tenant: room * self.shares.fraction(tenant, among=tenants) for tenant in tenants}
+        aging = AGING_SHARE * pace
+        line = sorted(self._waiting.items(), key=lambda item: item[1].arrival_s + item[1].needed_tokens / aging)
+        started: list[str] = []
+        for request_id, waiting in sorted(
+            line, key=lambda item: held[item[1].session.tenant] / self.shares.weight(item[1].session.tenant)
+        ):
+            session = waiting.session
+            if session.turns == 1:  # another request may have computed the same prompt
+                session.shared_tokens = max(session.shared_tokens, waiting.cached_tokens())
+            tenant, tokens = session.tenant, session.own_tokens
+            # Not ``verdict``: within its share it also takes the space of others' sessions that wait for their return.
+            fits = held_tokens + tokens <= room or held[tenant] + tokens <= share[tenant]
+            if fits or not held or idle_s >= tokens / pace or waiting.arrival_s + self.wait_s <= now_s:
+                idle_s = 0.0
+                started.append(request_id)
+                self._waits_s.observe(now_s - waiting.arrival_s)
+                held[tenant] += tokens
+                held_tokens += tokens
+                self.sessions.set_waiting(session, waits=False)
+                del self._waiting[request_id]
+        return started
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the histogram of waiting times."""
+        return self._waits_s.samples("warmpath_wait_seconds", (("place", "session"),))
+
+    def look_again_s(self) -> float:
+        """Return the time at which more requests may start even if none ends; infinite without waiting requests."""
+        if not self._waiting:
+            return math.inf
+        pace, waiting = self.sessions.pace(), self._waiting.values()
+        idle_s = self.sessions.busy_until_s() + min(one.session.own_tokens for one in waiting) / pace
+        return min([min(one.arrival_s for one in waiting) + self.wait_s, idle_s, self.sessions.next_end_s()])
+
+
+MOST_TOLD = 200
+"""The maximum number of reported sessions: those in use or used last."""
+
+
+def session_report(sessions: Sessions, admission: Admission, tenant: str | None, now_s: float) -> dict[str, Any]:
+    """Return a replica's part of ``GET /v1/cache/sessions`` (docs: api). ``tenant`` None: for an operator."""
+    own, pace = sessions.all(tenant), sessions.pace()
+    held = sessions.held()
+    live_tokens = held.total() if tenant is None else held[tenant]
+    room = {"room_tokens": admission.room_tokens} if tenant is None else {}
+
+    def row(session: Session) -> dict[str, Any]:
+        state = sessions.state(session, pace)
+        idle_s = 0.0 if session.running else now_s - session.used_s
+        told: dict[str, Any] = {
+            "session": session.name,
+            "tenant": session.tenant,
+            "state": state,
+            "turns": session.turns,
+            "tokens": session.tokens,
+            "own_tokens": session.own_tokens,
+            "age_s": round(now_s - session.began_s, 1),
+            "idle_s": round(idle_s, 1),
+        }
+        if state == "paused":
+            told["live_for_s"] = round(sessions.live_until_s(session, pace) - now_s, 1)
+        if state == "waiting":
+            told["waited_s"] = round(admission.waited_s(session), 1)
+            told["why"] = _why(session.own_tokens, live_tokens, **room)
+            reason = LimitReason("session", "num_blocks", held[session.tenant], room.get("room_tokens"))
+            told["reason"] = reason.shown()
+        return told
+
+    latest = nsmallest(MOST_TOLD, own, key=lambda session: 0.0 if session.running else now_s - session.used_s)
+    return {"sessions": len(own), "live_tokens": live_tokens, **room, "rows": [row(session) for session in latest]}
+
+
+def _why(needed_tokens: int, live_tokens: int, room_tokens: int | None = None) -> str:
+    if room_tokens is None:  # the total would reveal other tenants' sessions
+        return f"It waits for space: its {needed_tokens:,} tokens do not fit beside live sessions."
+    return (
+        f"It waits for space: live sessions hold {live_tokens:,} of {room_tokens:,} tokens, and it needs "
+        f"{needed_tokens:,}."
+    )
+
 
 EXPIRE_EVERY_S = 60.0
 

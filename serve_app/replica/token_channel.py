@@ -16,7 +16,7 @@ import zmq
 from msgspec import structs
 
 from serve_app.engine.protocol import EngineOutput, ReplyTo, outputs_of_wire, to_wire
-from serve_app.tracing.replica import ReplicaTrace
+from serve_app.tracing import ReplicaTrace
 
 logger = logging.getLogger(__name__)
 

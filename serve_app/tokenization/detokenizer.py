@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from encodings import utf_8
 from typing import Any
 
-from serve_app.tokenization.segmenter import component_state
+from serve_app.tokenization.segments import component_state
 
 MAX_HELD_TOKENS = 16
 """Text of a tokenizer that is not byte-level is released after this many tokens, even if it looks unfinished."""

@@ -20,12 +20,18 @@ from transformers import AutoTokenizer
 from router.protocol.block_hash import HASH_BYTES, TokenArray, extend_chain, next_hashes
 from router.settings import DEFAULTS
 from serve_app.errors import InvalidRequest
+from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.fairness.workers import FairWorkers
 from serve_app.tokenization.chat_template import ChatTemplate, RenderedPrompt
 from serve_app.tokenization.detokenizer import Detokenizer, TokenTexts
-from serve_app.tokenization.segment_cache import PublicTokens, SegmentCache, SegmentCacheStats, TokenizedSegment
-from serve_app.tokenization.segmenter import Segmenter, longest_token_chars
+from serve_app.tokenization.segments import (
+    PublicTokens,
+    SegmentCache,
+    SegmentCacheStats,
+    Segmenter,
+    TokenizedSegment,
+    longest_token_chars,
+)
 
 INLINE_BYTES = 4096
 """``encode_async`` uses a worker thread if more text than this must be tokenized (about 1 ms)."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.server import instance
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 from tests.integration.conftest import alone
 from tests.serve_app.tokenization.variants import variant_of
 

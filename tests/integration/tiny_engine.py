@@ -12,7 +12,7 @@ from router.protocol.events import LoadReport, StatsReport
 from serve_app import app
 from serve_app.config.engine import ENGINES, EngineTraits
 from serve_app.engine.protocol import Engine, EngineOutput, EngineRequest, FirstToken, OutputSink, Prefilled, SaveResult
-from serve_app.engine.reservations import RouterReservations
+from serve_app.engine.reports import RouterReservations
 from serve_app.replica.engine_factory import MAKERS, EngineMaker
 from serve_app.replica.replica import Replica
 

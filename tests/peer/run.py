@@ -20,7 +20,7 @@ import httpx
 
 from benchmarks.common.random_adapters import make_adapters
 from serve_app.checkpoints.model_cache import default_cache_dir
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 from tests.clients import model
 from tests.peer.model import talker
 

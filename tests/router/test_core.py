@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from router.core import RoutingCore
-from router.policy.policies import POLICIES
+from router.policies import POLICIES
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, StatsReport, pack_adapters
 from router.serve.core_registry import core_for

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.load.load_table import RESERVATION_TTL_S
+from router.load import RESERVATION_TTL_S
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.request import Decision
 from router.settings import RouterSettings

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from router.core import RoutingCore
 from router.known_replicas import SILENT_S
-from router.policy.policies import POLICIES
+from router.policies import POLICIES
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksStored, CacheCleared, LoadReport
 from router.protocol.request import Decision, RoutedRequest

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.directory.directory import Directory
+from router.directory import Directory
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, LoadReport, StatsReport
 from tests.router.cores import ask, core_of, decided, load
 

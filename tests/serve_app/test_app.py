@@ -84,7 +84,7 @@ def test_a_simulated_replica_loads_neither_torch_nor_transformers(demo_model_pat
         "import numpy as np\n"
         "import serve_app.app, serve_app.replica.replica\n"
         "from router.protocol.block_hash import PrefixScope\n"
-        "from serve_app.checkpoints.sources.resolve import load_served_model\n"
+        "from serve_app.checkpoints.sources import load_served_model\n"
         "from serve_app.config.app import AppConfig\n"
         "from serve_app.engine.protocol import EngineRequest, SamplingParams\n"
         "from serve_app.replica.engine_factory import make_engine\n"

@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM, GptOssConfig, Lfm2Config, MistralConfig
 
-from router.directory.directory import Directory
+from router.directory import Directory
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig

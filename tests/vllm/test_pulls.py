@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.common.prompts import text_of
 from benchmarks.common.server import instance
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 from tests.integration.conftest import PATIENCE_S, eventually, wait_for_replicas, wait_until_cached
 
 CHAT = "/v1/chat/completions"

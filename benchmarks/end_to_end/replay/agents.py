@@ -37,8 +37,8 @@ from benchmarks.end_to_end.replay.run import with_tenants
 from benchmarks.end_to_end.replay.shots import trace_shots
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
-from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import RequestFailed, TimedAnswer, stream_answer
+from serve_app.checkpoints.sources import resolve_model
+from serve_app.cli.bench import RequestFailed, TimedAnswer, stream_answer
 from serve_app.config.app import AppConfig
 
 TIMEOUT_S = 600.0

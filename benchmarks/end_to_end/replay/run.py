@@ -21,7 +21,7 @@ from benchmarks.end_to_end.replay.shots import DEFAULT_MODEL, add_source_flags, 
 from router.settings import POLICY_NAMES
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import ENGINES
-from serve_app.tenants.tenants import make_api_key
+from serve_app.tenants import make_api_key
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

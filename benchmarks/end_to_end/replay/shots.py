@@ -13,7 +13,7 @@ from benchmarks.end_to_end.replay.request_log import COMPLETIONS, is_log, read_l
 from benchmarks.end_to_end.replay.text import TraceText
 from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 
 TENANTS = "tenants"
 KEY_VARIABLE = "OPENAI_API_KEY"

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from serve_app.api.as_text import as_text
-from serve_app.api.json_body import call_id
-from serve_app.api.kinds import MESSAGE_BLOCKS
+from serve_app.api.json_body import MESSAGE_BLOCKS, call_id
 from serve_app.api.openai.tools import MAX_ARGUMENT_DEPTH, too_deep
 from serve_app.api.request import CacheBreakpoint, reasoning_fields
 from serve_app.errors import InvalidRequest

@@ -21,7 +21,7 @@ from serve_app.api.json_body import (
     Text1024,
     Whole,
 )
-from serve_app.api.openai.sampling import MAX_TOKENS
+from serve_app.api.openai.request import MAX_TOKENS
 from serve_app.api.openai.tools import MAX_TOOL_VALUES, MAX_TOOLS, Description, Function, FunctionName, tool_use
 from serve_app.api.request import ChatRequest, ToolUse, thinking_switches
 from serve_app.errors import InvalidRequest

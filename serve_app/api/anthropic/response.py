@@ -7,10 +7,20 @@ from typing import Any
 import msgspec
 
 from serve_app.api.anthropic.history import RequestDigests
-from serve_app.api.format import AnswerHead, AnswerStream, ApiFinishReason, Choice, ErrorAnswer, ToldToken, Usage
+from serve_app.api.format import (
+    AnswerHead,
+    AnswerStream,
+    ApiFinishReason,
+    CallArguments,
+    CallBegun,
+    CallEvent,
+    Choice,
+    ErrorAnswer,
+    ToldToken,
+    Usage,
+    named_event,
+)
 from serve_app.api.json_body import CALL_PREFIX
-from serve_app.api.sse import named_event
-from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
 from serve_app.fairness.rate_limits import LimitsLeft
 

@@ -6,8 +6,7 @@ from pydantic import ConfigDict, WithJsonSchema
 from typing_extensions import TypedDict
 
 from serve_app.api.as_text import MEDIA, as_text
-from serve_app.api.json_body import Must, Text1024, call_id
-from serve_app.api.kinds import CHAT_PARTS, Kinds
+from serve_app.api.json_body import CHAT_PARTS, Kinds, Must, Text1024, call_id
 from serve_app.api.openai.tools import call_for_template
 from serve_app.api.request import reasoning_fields
 from serve_app.errors import InvalidRequest

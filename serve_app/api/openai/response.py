@@ -15,6 +15,9 @@ from serve_app.api.format import (
     AnswerHead,
     AnswerStream,
     ApiFinishReason,
+    CallArguments,
+    CallBegun,
+    CallEvent,
     Choice,
     ErrorAnswer,
     RankedPrompt,
@@ -22,10 +25,9 @@ from serve_app.api.format import (
     ShownToken,
     ToldToken,
     Usage,
+    data_event,
 )
 from serve_app.api.request import reasoning_fields
-from serve_app.api.sse import data_event
-from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
 from serve_app.fairness.rate_limits import LimitsLeft
 

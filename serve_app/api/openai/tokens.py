@@ -8,9 +8,8 @@ from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, ModelName, Must
 from serve_app.api.openai.messages import ignored_in
-from serve_app.api.openai.request import ChatBody, told_reference
+from serve_app.api.openai.request import MAX_TOKENS, ChatBody, told_reference
 from serve_app.api.openai.responses.request import ResponsesBody
-from serve_app.api.openai.sampling import MAX_TOKENS
 from serve_app.api.request import CompletionRequest, GenerateRequest
 
 MAX_IDS = 1 << 20

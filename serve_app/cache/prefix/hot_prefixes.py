@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
-from router.protocol.heat import faded
-from serve_app.cache.prefix.block_index import CachedBlock
+from router.protocol.samples import faded
+from serve_app.cache.prefix.blocks import CachedBlock
 from serve_app.cache.prefix.pins import Pin
 from serve_app.cache.prefix.quota import PUBLIC
 

@@ -21,8 +21,7 @@ from router.protocol.block_hash import (
 )
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.eviction import Standing
-from serve_app.cache.prefix.block_index import BlockIndex, CachedBlock
-from serve_app.cache.prefix.block_pool import BlockPool
+from serve_app.cache.prefix.blocks import BlockIndex, BlockPool, CachedBlock
 from serve_app.cache.prefix.pins import PinOutcome, Pins
 from serve_app.cache.prefix.quota import PUBLIC, Quota
 

@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from serve_app.cache.kv_chain import KvFormat, Row, TransferError
 from serve_app.cache.prefix_digest import TierBlock
-from serve_app.cache.tiers.disk_files import BlockFiles
+from serve_app.cache.tiers.disk import BlockFiles
 from serve_app.cache.tiers.tier import Tier, TierParts, Wanted
 from serve_app.cache.tiers.tier_index import TierCounts
 from serve_app.cache.tiers.tier_queue import TierQueue

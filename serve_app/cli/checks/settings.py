@@ -14,7 +14,7 @@ from serve_app.cache.tiers.object import file_system_of
 from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
-from serve_app.checkpoints.sources.resolve import BUILT_IN, load_served_model
+from serve_app.checkpoints.sources import BUILT_IN, load_served_model
 from serve_app.cli.checks.finding import Finding, Look, RunPlace, problem
 from serve_app.cli.checks.machine import GIB, memory_bytes, writable_place
 from serve_app.cli.supervisor import path_flags
@@ -24,8 +24,8 @@ from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.vllm_reader import PARSERS, check_parser
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.engine_factory import MAKERS, refused_settings, served_fields
-from serve_app.stored.databases import URL_VARIABLE, StorageLimits, open_database
-from serve_app.tenants.secret import load_secret
+from serve_app.stored import URL_VARIABLE, StorageLimits, open_database
+from serve_app.tenants import load_secret
 
 _TRIED = """
 import json, sys
@@ -124,7 +124,7 @@ def model(look: Look) -> Iterator[Finding]:
     yield from _refusal("max_model_len", lambda: max_model_len(settings, info))
     yield from _blocks(settings, fields.get("text_config", fields))
     if settings.engine_traits.built_in and settings.model not in BUILT_IN:
-        yield from _tried("model", "serve_app.engine.attention.supported", "served_config", str(info.path))
+        yield from _tried("model", "serve_app.engine.attention.interface", "served_config", str(info.path))
     if settings.chat_template is not None:
         own = {"chat_template": settings.chat_template}
         yield from _tried("chat_template", "serve_app.tokenization.tokenizer", "PromptTokenizer", str(info.path), **own)

@@ -29,7 +29,7 @@ def infer(
     # These imports take seconds, which `warmpath --help` should not need.
     from serve_app.batch.batch_file import read_batch_file
     from serve_app.batch.run import run_batch
-    from serve_app.checkpoints.sources.resolve import load_served_model, with_local_model
+    from serve_app.checkpoints.sources import load_served_model, with_local_model
 
     logger = logging.getLogger("serve_app")
     logger.handlers, logger.propagate = [RichHandler(console=console, show_path=False, show_time=False)], False

@@ -9,7 +9,7 @@ from pydantic import AwareDatetime, TypeAdapter, ValidationError
 from serve_app.cli.console import fail
 from serve_app.config.quantities import Seconds
 from serve_app.config.tenants import TenantConfig
-from serve_app.tenants.tenants import make_api_key
+from serve_app.tenants import make_api_key
 
 app = typer.Typer(add_completion=False)
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.kv_planner import KvRoom, kv_room, plan_kv
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, read_trace, reuse_curve
-from serve_app.checkpoints.sources.model_config import model_config
+from serve_app.checkpoints.sources import model_config
 from serve_app.cli.console import fail
 from serve_app.config.quantities import Bytes
 

@@ -15,15 +15,14 @@ from msgspec import structs
 from router.protocol.block_hash import ChainHasher, count_leading, hash_blocks
 from router.protocol.events import LoadReport, StatsReport
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.core.cache_events import CacheEvents
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.core.loop import EngineLoop
-from serve_app.engine.core.output_processor import LiveRequests, OutputProcessor
+from serve_app.engine.core.outputs import CacheEvents, LiveRequests, OutputProcessor
 from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.kv.transfer import PrefixTransfer
-from serve_app.engine.metrics import EngineMeters, gauge_samples
 from serve_app.engine.protocol import Clock, EngineError, EngineRequest, EventSink, OutputSink
+from serve_app.engine.reports import EngineMeters, gauge_samples
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
 from serve_app.engine.settings import STALL_AFTER_S, EngineSettings

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from router.protocol.events import LoadReport
-from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.reservations import RouterReservations, retry_after_s
+from serve_app.engine.reports import EngineMeters, RouterReservations, retry_after_s
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings

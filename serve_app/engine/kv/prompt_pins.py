@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Callable, Sequence
 
-from serve_app.cache.prefix.block_index import CachedBlock
+from serve_app.cache.prefix.blocks import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.pin_keeper import PinKeeper, WantedPin
 from serve_app.engine.protocol import Clock, SaveResult
+from serve_app.engine.reports import EngineMeters
 from serve_app.engine.scheduling.sequence import SequenceState
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.kv_chain import KvChain, Row, make_header, verify_part
-from serve_app.cache.prefix.block_index import CachedBlock
+from serve_app.cache.prefix.blocks import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix, idle_heats, list_hot
 from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from serve_app.engine.attention.reads import GATHER_TOKENS
-from serve_app.engine.lora.weights import adaptable_layers
+from serve_app.engine.attention.paging import GATHER_TOKENS
+from serve_app.engine.lora.layers import adaptable_layers
 from serve_app.engine.runner.kv_size import kv_shape
 
 _SLACK_BYTES = 512 * 1024**2

@@ -1,4 +1,7 @@
-"""Run steps on an unmodified transformers causal language model: segments in, sampled tokens or failures out."""
+"""Copy blocks out of a pool's tensor and back, as raw bytes.
+
+On the CPU a numpy copy per block is three times as fast as torch's gather and wakes no OpenMP workers.
+"""
 
 import os
 from collections.abc import Sequence
@@ -7,25 +10,66 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from serve_app.cache.kv_chain import KvFormat, Row
+from serve_app.cache.kv_chain import KvFormat, KvPart, Row
 from serve_app.engine.adapter_slots import LoadedAdapters
-from serve_app.engine.attention.interface import IMPLEMENTATION
+from serve_app.engine.attention.interface import IMPLEMENTATION, UnsupportedModel, refuse_unsupported, served_config
 from serve_app.engine.attention.paging import KvPool, PagedStep, plan_step
-from serve_app.engine.attention.supported import UnsupportedModel, refuse_unsupported, served_config
-from serve_app.engine.lora.layers import LoraLayers
+from serve_app.engine.lora.layers import AdapterWeights, LoraLayers, adaptable_layers, adapter_weights
 from serve_app.engine.lora.peft_files import read_described
-from serve_app.engine.lora.weights import AdapterWeights, adaptable_layers, adapter_weights
 from serve_app.engine.protocol import AdapterSpec
-from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.runner.kv_size import kv_shape
 from serve_app.engine.runner.prompt_logprobs import LEAST_ROWS, HiddenStates, tell_prompts
 from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.runner.token_rules import apply_rules, token_logprobs
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment
+
+
+def kv_part(pool: torch.Tensor) -> KvPart:
+    """Describe the content of a block of ``pool``."""
+    layers, pair, _, *rest = pool.shape
+    return KvPart(str(pool.dtype).removeprefix("torch."), (layers, pair, *rest))
+
+
+def copy_out(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill each row with its block of the pool [layers, planes, blocks, ...]."""
+    if pool.device.type == "cpu":
+        raw = pool.view(torch.uint8).numpy()
+        for block, row in zip(blocks, rows, strict=True):
+            there = raw[:, :, block]
+            row.reshape(there.shape)[...] = there
+    else:
+        for row, taken in zip(rows, gather_blocks(pool, blocks), strict=True):
+            row[...] = taken
+
+
+def copy_in(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill blocks of the pool from rows; mutates it."""
+    if pool.device.type == "cpu":
+        raw = pool.view(torch.uint8).numpy()
+        for block, row in zip(blocks, rows, strict=True):
+            there = raw[:, :, block]
+            there[...] = row.reshape(there.shape)
+    else:
+        scatter_blocks(pool, blocks, rows)
+
+
+def gather_blocks(pool: torch.Tensor, blocks: Sequence[int]) -> Row:
+    """Return blocks of a pool on any device as bytes [len(blocks), bytes per block]."""
+    gathered = pool.index_select(2, torch.tensor(blocks, device=pool.device)).movedim(2, 0)
+    return gathered.contiguous().view(torch.uint8).view(len(blocks), -1).cpu().numpy()
+
+
+def scatter_blocks(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill blocks of a pool on any device; mutates it."""
+    layers, planes, _, *rest = pool.shape
+    there = torch.from_numpy(np.stack(rows)).to(pool.device).view(pool.dtype).view(len(blocks), layers, planes, *rest)
+    pool.index_copy_(2, torch.tensor(blocks, device=pool.device), there.movedim(0, 2))
+
 
 _KERNELS_KEPT = "4096"
 """oneDNN keeps 1,024 compiled kernels by default, fewer than a ragged workload has shapes."""

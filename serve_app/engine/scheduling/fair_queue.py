@@ -7,7 +7,7 @@ Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), cou
 from collections import deque
 from collections.abc import Collection, Mapping
 
-from serve_app.fairness.tenant_queue import TenantQueue, W
+from serve_app.fairness.queue import TenantQueue, W
 
 LEAST_STEP_TOKENS = 512
 """A step prefills at least this many tokens. Smaller steps cost more per token, as each step reads all weights."""

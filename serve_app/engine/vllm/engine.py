@@ -19,8 +19,6 @@ from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport, StatsReport
 from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
-from serve_app.engine.metrics import EngineMeters, pin_samples
-from serve_app.engine.outbox import Outbox
 from serve_app.engine.protocol import (
     EngineError,
     EngineOutput,
@@ -32,6 +30,7 @@ from serve_app.engine.protocol import (
     OutputSink,
     prompt_outputs,
 )
+from serve_app.engine.reports import EngineMeters, Outbox, pin_samples
 from serve_app.engine.scheduling.sequence import check_request
 from serve_app.engine.settings import STALL_AFTER_S
 from serve_app.engine.vllm.adapters import VllmAdapters

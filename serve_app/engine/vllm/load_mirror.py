@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from router.protocol.events import LoadReport
 from router.protocol.samples import Labels, Sample
-from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import EngineRequest, OutputSink, Prefilled, QueueFull, SaveResult
-from serve_app.engine.reservations import RouterReservations, retry_after_s
+from serve_app.engine.reports import EngineMeters, RouterReservations, retry_after_s
 from serve_app.engine.scheduling.fair_queue import FairQueue
 from serve_app.engine.vllm.sampling.rows import TokenChoice
 from serve_app.engine.vllm.settings import VllmSettings

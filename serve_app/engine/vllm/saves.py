@@ -16,9 +16,9 @@ from router.protocol.block_hash import HASH_BYTES, hash_at, split_chain
 from router.vllm_events.pool import VllmPool
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome, Pins
-from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.pin_keeper import PinKeeper, WantedPin
 from serve_app.engine.protocol import Clock, EngineRequest, SaveResult
+from serve_app.engine.reports import EngineMeters
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import TransferJob
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from serve_app.api.format import CallBegun, CallEnded
 from serve_app.api.request import Tool, ToolUse
-from serve_app.api.tool_calls import CallBegun, CallEnded
 from serve_app.generation.tool_calls.marked import ArgumentMarks, Marks, read_marked
 from serve_app.generation.tool_calls.source import MakeId, Source, Steps, json_call, stream_arguments
 from serve_app.structured.grammar import Grammar, ToolPart

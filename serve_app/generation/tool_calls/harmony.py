@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
+from serve_app.api.format import CallArguments, CallBegun, CallEnded, CallEvent
 from serve_app.generation.answer import Piece, SplitPiece, in_pieces
 from serve_app.generation.reasoning import behind
 from serve_app.generation.tool_calls.source import MakeId

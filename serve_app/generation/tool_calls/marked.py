@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded
+from serve_app.api.format import CallArguments, CallBegun, CallEnded
 from serve_app.generation.tool_calls.source import MakeId, Source, Steps, stream_arguments
 from serve_app.structured.schema import type_of
 

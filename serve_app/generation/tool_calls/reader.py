@@ -20,8 +20,7 @@ from serve_app.generation.reasoning import (
     grammar_after,
 )
 from serve_app.generation.rules import hidden_ends
-from serve_app.generation.tool_calls.allowed import AllowedCalls
-from serve_app.generation.tool_calls.call_reader import CallReader
+from serve_app.generation.tool_calls.call_reader import AllowedCalls, CallReader
 from serve_app.generation.tool_calls.formats import FORMATS, ToolFormat, call_id, forced_calls, json_list
 from serve_app.generation.tool_calls.harmony import (
     MARKS,

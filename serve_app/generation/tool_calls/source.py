@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
+from serve_app.api.format import CallArguments, CallBegun, CallEvent
 from serve_app.tokenization.detokenizer import held_back
 
 _OUTSIDE = re.compile(r'["{}\[\]]')

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
+from serve_app.api.format import CallArguments, CallBegun, CallEnded, CallEvent
 from serve_app.config.engine import vllm_missing
 from serve_app.generation.answer import Piece, SplitPiece, in_pieces
 from serve_app.generation.reasoning import REASONING_TAGS

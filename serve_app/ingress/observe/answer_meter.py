@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from router.protocol.request import Decision
 from serve_app.api.request import ChatRequest, GenerateRequest
-from serve_app.cache_diagnostics.detector import MissDetector
+from serve_app.cache_misses import MissDetector
 from serve_app.engine.protocol import EngineRequest, FirstToken, Prefilled
 from serve_app.errors import LimitReason, WarmpathError
 from serve_app.fairness.front_door import FrontDoor
@@ -16,9 +16,9 @@ from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece
 from serve_app.generation.request_usage import RequestUsage
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.prompts.traffic import PromptTraffic, Use
-from serve_app.tracing.request import RequestTrace
-from serve_app.usage.ledger import Ledger
+from serve_app.prompts.registry import PromptTraffic, Use
+from serve_app.tracing import RequestTrace
+from serve_app.usage import Ledger
 
 
 @dataclass(frozen=True, slots=True)

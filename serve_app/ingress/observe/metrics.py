@@ -14,8 +14,8 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
 from router.core import RoutingCore
-from router.directory.directory import DriftKind
-from router.observe.counters import PolicyCounters
+from router.directory import DriftKind
+from router.observe import PolicyCounters
 from router.protocol.samples import Histogram as PlainHistogram
 from router.protocol.samples import Labels, Sample
 from serve_app.errors import LimitReason

@@ -5,8 +5,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.ingress.http import request_id_of
-from serve_app.tracing.request import RequestTrace
-from serve_app.tracing.tracer import Tracer
+from serve_app.tracing import RequestTrace, Tracer
 
 TRACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 

@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from serve_app.api import sse
+from serve_app.api import format as sse
 from serve_app.ingress.http import until_gone
 from serve_app.live.live import Live
-from serve_app.live.view import encoded
-from serve_app.live.watcher import LiveEvent, Watcher
+from serve_app.live.view import LiveEvent, Watcher, encoded
 
 CHECK_S = 2.0
 """The interval between checks of a watcher's key."""

@@ -11,8 +11,7 @@ from starlette.responses import Response
 
 from serve_app.api.anthropic.response import anthropic_error, anthropic_limits
 from serve_app.api.openai.response import openai_error, openai_limits
-from serve_app.api.request import GenerateRequest
-from serve_app.api.unknown import ignored_fields
+from serve_app.api.request import GenerateRequest, ignored_fields
 from serve_app.ingress.guard import Api
 from serve_app.ingress.http import WARNING
 from serve_app.ingress.services import Services

@@ -10,11 +10,11 @@ from router import __version__
 from serve_app.errors import InvalidRequest
 from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
 from serve_app.ingress.http import json_response
-from serve_app.ingress.observe.explain import ExplainBody, explanation
 from serve_app.ingress.observe.metrics import render, without_tenants
-from serve_app.ingress.prompts.admin import PromptBody
+from serve_app.ingress.observe.reports import ExplainBody, explanation
+from serve_app.ingress.prompts import PromptBody
 from serve_app.ingress.routes.handler import Front, guarded, takes
-from serve_app.usage.report import days, usage_csv, usage_document
+from serve_app.usage import days, usage_csv, usage_document
 
 USAGE_FORMATS = ("json", "csv")
 

@@ -9,8 +9,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from serve_app.api.anthropic.request import MessagesBody
-from serve_app.api.json_body import JsonBody
-from serve_app.api.kinds import KINDS
+from serve_app.api.json_body import KINDS, JsonBody
 from serve_app.api.openai.request import ChatBody, CompletionBody
 from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.ingress.routes.application import ROUTERS

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.api import sse
+from serve_app.api import format as sse
 from serve_app.api.openai.responses.items import item_page
 from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.api.openai.responses.response import ReplayQuery, replayed
@@ -15,7 +15,7 @@ from serve_app.errors import NotFound
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.handler import Front, guarded, takes, warnings
-from serve_app.stored.responses import Document
+from serve_app.stored import Document
 
 router = APIRouter()
 

@@ -15,7 +15,7 @@ from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixKind, SavedPrefix, within
 from serve_app.engine.protocol import AdapterSpec, Engine
-from serve_app.replica.lifecycle.receipt import MoveMeters
+from serve_app.replica.lifecycle.handover import MoveMeters
 from serve_app.replica.peers import HotOffer, PulledPart, Survey, WantedPart
 from serve_app.replica.pull import PullMeters
 

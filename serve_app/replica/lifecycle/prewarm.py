@@ -14,7 +14,7 @@ from serve_app.cache.kv_chain import TransferError
 from serve_app.cache.prefix.hot_prefixes import KINDS, HashedTokens, HotPrefixes, HotPrefixKind
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterSpec, Engine
-from serve_app.replica.lifecycle.receipt import Receipt, Skipped
+from serve_app.replica.lifecycle.handover import Receipt, Skipped
 from serve_app.replica.peers import HolderLost, HotOffer, Peers, ask_all
 from serve_app.replica.pull import PIECE_BYTES, copy_part
 

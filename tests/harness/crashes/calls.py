@@ -19,7 +19,7 @@ from ray.serve._private.common import RequestMetadata
 from ray.serve.handle import DeploymentResponse
 
 from router.core import RoutingCore
-from router.serve.recent_decisions import RecentDecisions
+from router.serve.core_registry import RecentDecisions
 from router.settings import RouterSettings
 from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.request import GenerateRequest
@@ -39,7 +39,7 @@ from serve_app.generation.prepare import Preparer
 from serve_app.replica.running_calls import RunningCalls
 from serve_app.replica.token_channel import TokenInbox, TokenStream
 from serve_app.structured.matcher import Matchers
-from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant
+from serve_app.tenants import DEFAULT_TENANT, Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.harness.crashes.questions import CHAT, MOST_TOKENS, Broken, Question, Questions, Reply
 

@@ -20,7 +20,7 @@ from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import Prompts
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.structured.matcher import Matchers
-from serve_app.tenants.tenants import Tenants
+from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.harness.crashes.calls import CallCrashes
 from tests.harness.crashes.questions import ADAPTERS, PROMPT

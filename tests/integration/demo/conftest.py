@@ -14,7 +14,7 @@ from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.server import instance
 from serve_app.checkpoints.demo_model import ensure_demo_model
 from serve_app.prompts.lock import PromptDirectory
-from serve_app.tenants.tenants import make_api_key
+from serve_app.tenants import make_api_key
 from tests.integration.conftest import HTTP, PATIENCE_S, alone, replicas_of, wait_until_cached
 
 CHAT = "/v1/chat/completions"

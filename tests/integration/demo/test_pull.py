@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from benchmarks.common.prompts import text_of
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 from tests.integration.conftest import eventually, metric, wait_for_replicas
 from tests.integration.demo.conftest import Served
 

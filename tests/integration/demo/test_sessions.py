@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.generation.keys import session_key
+from serve_app.generation.prepare import session_key
 from tests.integration.conftest import HTTP, PATIENCE_S, eventually
 from tests.integration.demo.conftest import CHAT, Served, said
 

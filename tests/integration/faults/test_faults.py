@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve_app.cli.bench.client import stream_events
+from serve_app.cli.bench import stream_events
 from tests.integration.conftest import HTTP, clients, eventually, replicas_of, wait_for_replicas
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]

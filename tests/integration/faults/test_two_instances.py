@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from benchmarks.common.prompts import text_of
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 from tests.integration.conftest import HTTP, cache_state, eventually, wait_until_cached
 from tests.integration.faults.conftest import EXPORTER, Second
 from tests.serve_app.tracing.spans import Seen

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.directory.directory import Directory
-from router.directory.key_table import KeyTable
-from router.directory.pending_prefixes import PendingPrefixes
+from router.block_table import KeyTable
+from router.directory import Directory, PendingPrefixes
 from router.protocol.block_hash import HASH_BYTES, split_chain
 from router.protocol.events import ENDS_TIER, BlocksRemoved, BlocksStored, CacheCleared, LoadReport
 

@@ -9,8 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
-from router.feed.resequencer import FeedResequencer
-from router.feed.sequencer import FeedSequencer
+from router.feed.sequencing import FeedResequencer, FeedSequencer
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event, LoadReport, TierDigest
 from router.settings import RouterSettings
 

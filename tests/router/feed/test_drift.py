@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.directory.directory import Directory
-from router.directory.drift import FIRST_PAUSE_S, LAST_PAUSE_S, DriftChecks
-from router.feed.messages import FeedMessage, decode_message, encode
+from router.directory import FIRST_PAUSE_S, LAST_PAUSE_S, Directory, DriftChecks
+from router.feed.sequencing import FeedMessage, decode_message, encode
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event, TierDigest
 from router.settings import RouterSettings
 from tests.router.feed.feed_line import HASHES, TIERS, Replica, changes, digest_of, packed, steps

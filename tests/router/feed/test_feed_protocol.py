@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.feed.resequencer import FIRST_BACKOFF_S, LAST_BACKOFF_S, SILENCE_S, TIMEOUT_S
+from router.feed.sequencing import FIRST_BACKOFF_S, LAST_BACKOFF_S, SILENCE_S, TIMEOUT_S
 from tests.router.feed.feed_line import LOAD, NUMBERS, Replica
 
 
@@ -70,7 +70,7 @@ def test_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
 
 def test_held_messages_are_bounded_while_no_snapshot_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any number of messages may precede the snapshot; load reports take effect all the same."""
-    monkeypatch.setattr("router.feed.resequencer.MAX_HELD_BYTES", 12_000)
+    monkeypatch.setattr("router.feed.sequencing.MAX_HELD_BYTES", 12_000)
     line = Replica()
     for number in range(100):
         line.hears(line.does([("store", "pool", [number % NUMBERS]), "load"]))

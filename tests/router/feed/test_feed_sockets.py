@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from router.feed import FeedEndpoint, FeedPublisher, FeedSubscriber
-from router.feed.messages import FeedCounters
+from router.feed.sequencing import FeedCounters
 from router.protocol.events import BlocksRemoved, BlocksStored, Event
 from tests.router.feed.sockets import BEAT, CHAIN, blocks, following, until
 
@@ -42,7 +42,7 @@ async def test_snapshot_then_deltas_then_a_new_feed() -> None:
         await until(lambda: blocks(core, "a") == 10 and subscriber.is_live("a"))
 
 
-@patch("router.feed.resequencer.TIMEOUT_S", 3600.0)
+@patch("router.feed.sequencing.TIMEOUT_S", 3600.0)
 async def test_joining_waits_for_no_timeout() -> None:
     """The first request finds no connection yet; the next one is sent after the backoff, not after the timeout."""
     async with following("a") as (core, subscriber, feeds):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.feed import publisher as module
-from router.feed.messages import NONCE_BYTES
 from router.feed.publisher import UNHEALTHY_AFTER_S, FeedPublisher
+from router.feed.sequencing import NONCE_BYTES
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksStored, Event
 

@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.load.load_table import ROUTER_ACTIVE_S, LoadTable
-from router.load.replica_load import PULL_PRICE
+from router.load import PULL_PRICE, ROUTER_ACTIVE_S, LoadTable
 from router.protocol.events import LoadReport
 
 
 @pytest.fixture(autouse=True)
 def _round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.load.replica_load.DEFAULT_PREFILL_TOKENS_PER_S", 100.0)
-    monkeypatch.setattr("router.load.load_table.RESERVATION_TTL_S", 10.0)
+    monkeypatch.setattr("router.load.DEFAULT_PREFILL_TOKENS_PER_S", 100.0)
+    monkeypatch.setattr("router.load.RESERVATION_TTL_S", 10.0)
 
 
 def table(*replicas: str) -> LoadTable:

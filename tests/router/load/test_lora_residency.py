@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
-from router.load.load_table import LoadTable
-from router.load.lora_residency import LoraResidency
+from router.load import LoadTable, LoraResidency
 from router.protocol.events import KEY_BYTES, MAX_KEYS, LoadReport, pack_adapters
 from router.protocol.request import RoutedRequest
 from tests.router.cores import ask, core_of, decided, load

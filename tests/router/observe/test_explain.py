@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
-from router.observe.demand import RequestTimes, WorkingSet
-from router.policy.policies import POLICIES
+from router.observe import RequestTimes, WorkingSet
+from router.policies import POLICIES
 from router.protocol.events import BlocksStored, LoadReport
 from tests.router.cores import CHAIN, ask, core_of, decided, load
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from router import settings
-from router.policy.candidates import Candidate, RoutingView, scored, uncached_tokens
-from router.policy.policies import POLICIES, Policy
+from router.candidates import Candidate, RoutingView, scored, uncached_tokens
+from router.policies import POLICIES, Policy
 from router.protocol.events import LoadReport
 from serve_app.config.app import AppConfig
 from serve_app.replica.reporter import attributes_of

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.load.load_table import LoadTable
-from router.policy.candidates import Candidate, RoutingView
-from router.policy.costs import SHARED_PREFILL, estimate
-from router.policy.policies import POLICIES
+from router.candidates import SHARED_PREFILL, Candidate, RoutingView, estimate
+from router.load import LoadTable
+from router.policies import POLICIES
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import Decision, Reason, RoutedRequest
 from router.settings import DEFAULT_POLICY, POLICY_NAMES, PolicySettings

@@ -4,10 +4,9 @@ from random import Random
 
 import pytest
 
+from router.candidates import RoutingView, plan_pull, work_tokens
 from router.core import RoutingCore
-from router.load.load_table import LoadTable
-from router.policy.candidates import RoutingView
-from router.policy.costs import plan_pull, work_tokens
+from router.load import LoadTable
 from router.protocol.events import LoadReport
 from router.protocol.request import RoutedRequest
 from router.settings import PolicySettings
@@ -20,7 +19,7 @@ REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
 
 @pytest.fixture(autouse=True)
 def _no_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.load.load_table.PULL_PRICE", 1.0)
+    monkeypatch.setattr("router.load.PULL_PRICE", 1.0)
 
 
 def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
@@ -60,7 +59,7 @@ def view_of(match: dict[str, int], loads: LoadTable) -> RoutingView:
 def test_the_work_that_is_left(
     match: dict[str, int], pull_rate: float, price: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.load.load_table.PULL_PRICE", price)
+    monkeypatch.setattr("router.load.PULL_PRICE", price)
     loads = loads_of(pull_rate, a=0, b=0, c=0)
     assert work_tokens(view_of(match, loads)).tolist() == pytest.approx(expected)
     assert (plan_pull(view_of(match, loads), "a", 0) == ("", 0)) == (pull_rate < 1000.0)

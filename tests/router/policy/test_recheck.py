@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
-from router.policy.recheck import MAX_REROUTES, WORTH_ASKING_S, is_outdated
+from router.policies import MAX_REROUTES, WORTH_ASKING_S, is_outdated
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision, RoutedRequest
 from router.settings import DEFAULT_POLICY, POLICY_NAMES

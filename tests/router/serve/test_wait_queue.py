@@ -13,10 +13,8 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from router.protocol.events import BlocksStored
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve import request_router
-from router.serve.core_registry import core_for, decisions_for
-from router.serve.recent_decisions import RecentDecisions
-from router.serve.request_router import CacheAwareRouter, deployment_key
-from router.serve.wait_queue import WaitQueue
+from router.serve.core_registry import RecentDecisions, core_for, decisions_for
+from router.serve.request_router import CacheAwareRouter, WaitQueue, deployment_key
 from tests.router.cores import load
 from tests.router.feed.sockets import until
 

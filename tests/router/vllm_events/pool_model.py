@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from router.feed.sequencer import BlockMirror
+from router.feed.sequencing import BlockMirror
 from router.protocol.block_hash import HASH_BYTES, TokenArray, hash_blocks, split_chain
 from router.protocol.events import Event
 from router.vllm_events.batches import (

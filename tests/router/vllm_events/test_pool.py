@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from router.directory.directory import Directory
+from router.directory import Directory
 from router.protocol.block_hash import PrefixScope, hash_blocks, private_parent
 from router.protocol.events import ENDS_TIER, BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event, TierDigest
 from router.vllm_events.batches import (

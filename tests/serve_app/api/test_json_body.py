@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serve_app.api.json_body import _count_values
 from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, parse_completion
-from serve_app.api.unknown import MAX_TOLD, UnknownField, ignored_fields, require_none, unknown_fields
+from serve_app.api.request import MAX_TOLD, UnknownField, ignored_fields, require_none, unknown_fields
 from serve_app.errors import InvalidRequest
 
 

@@ -15,7 +15,7 @@ from openai.types.responses.response_create_params import ToolChoice
 
 from serve_app.api.anthropic.request import parse_messages
 from serve_app.api.as_text import MEDIA
-from serve_app.api.kinds import KINDS, Kinds
+from serve_app.api.json_body import KINDS, Kinds
 from serve_app.api.openai.request import parse_chat
 from serve_app.api.openai.responses.request import parse_response_request
 from serve_app.api.request import ChatRequest

@@ -28,7 +28,7 @@ from serve_app.cache.kv_chain import (
     verify_part,
 )
 from serve_app.cache.prefix_digest import TierBlock
-from serve_app.cache.tiers.disk_files import BlockFiles
+from serve_app.cache.tiers.disk import BlockFiles
 
 SIZE = 4
 FORMAT = KvFormat("model", SIZE, (KvPart("bfloat16", (2, 2, SIZE, 1, 3)),))

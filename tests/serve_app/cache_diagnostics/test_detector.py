@@ -12,19 +12,25 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope
-from serve_app.cache_diagnostics import detector
-from serve_app.cache_diagnostics.detector import (
+from serve_app import cache_misses as detector
+from serve_app.cache_misses import (
     FAMILY_PROMPTS,
+    GRAM,
     MAX_AT_ONCE,
     MAX_FAMILIES,
+    MAX_PROMPT_TOKENS,
+    Miss,
     MissDetector,
     PromptMemory,
+    SeenPrompt,
+    classify,
+    equal_behind,
+    is_miss,
+    value_there,
 )
-from serve_app.cache_diagnostics.difference import classify, value_there
-from serve_app.cache_diagnostics.explain import GRAM, MAX_PROMPT_TOKENS, Miss, SeenPrompt, equal_behind, is_miss
 from serve_app.engine.protocol import EngineRequest, SamplingParams
+from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.fairness.workers import FairWorkers
 from serve_app.prompts.lock import first_difference
 
 REST = "and these are the rules that all of the answers have to follow, no exception: " * 4

@@ -28,7 +28,7 @@ from serve_app.errors import InvalidRequest, ModelNotFound, Overloaded
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.broadcast import Broadcast
-from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 

@@ -21,7 +21,7 @@ from benchmarks.common.trace import DEFAULT_TRACE
 from serve_app.checkpoints.checkpoint import CheckpointError, load_checkpoint_info
 from serve_app.checkpoints.kv_planner import kv_room, plan_kv
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace, reuse_curve
-from serve_app.checkpoints.sources.model_config import model_config
+from serve_app.checkpoints.sources import model_config
 from serve_app.cli.main import app
 from serve_app.generation.tool_calls.round_trip import found_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.lora.layers import adaptable_layers
 from serve_app.engine.lora.peft_files import describe_adapter
-from serve_app.engine.lora.weights import adaptable_layers
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.fairness.queue import TenantQueue
 from serve_app.fairness.shares import ACTIVE_S, Budget, Claim, Shares, verdict
-from serve_app.fairness.tenant_queue import TenantQueue
 from tests.router.cores import Clock
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.fairness.queue import QUANTUM, Place, WaitingLine
 from serve_app.fairness.shares import Budget, Shares
-from serve_app.fairness.waiting_line import QUANTUM, Place, WaitingLine
 
 pytestmark = pytest.mark.anyio
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.fairness.workers import FairWorkers
 
 
 @pytest.mark.anyio

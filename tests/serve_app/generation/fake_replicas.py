@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentResponse
 
 from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope, extend_chain
-from router.serve.recent_decisions import RecentDecisions
+from router.serve.core_registry import RecentDecisions
 from router.settings import RouterSettings
 from serve_app.engine.protocol import (
     EngineOutput,
@@ -30,7 +30,7 @@ from serve_app.engine.protocol import (
 )
 from serve_app.generation.dispatch import Dispatcher
 from serve_app.replica.token_channel import TokenInbox
-from serve_app.tracing.tracer import Tracer
+from serve_app.tracing import Tracer
 from tests.serve_app.generation.outputs import output
 
 BLOCK = 4

@@ -17,8 +17,8 @@ from msgspec import structs
 from serve_app.api.format import ToldToken
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, SamplingParams, TokenLogprob, TokenRules
 from serve_app.errors import GenerationFailed
+from serve_app.fairness.queue import WaitingLine
 from serve_app.fairness.shares import Budget, Shares
-from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.generation.answer import (
     STARTED_AT_ONCE,
     ChoiceReader,

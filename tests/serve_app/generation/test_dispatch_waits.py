@@ -22,8 +22,7 @@ from ray.serve.handle import DeploymentResponse
 from router.protocol.request import NoReplicaLeft
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, Prefilled, request_of_wire, to_wire
 from serve_app.errors import LimitReason, Overloaded, RateLimited, WarmpathError
-from serve_app.generation.call import Aborts
-from serve_app.generation.dispatch import MAX_ATTEMPTS
+from serve_app.generation.dispatch import MAX_ATTEMPTS, Aborts
 from serve_app.ray_compat import cancel_call
 from tests.serve_app.generation.fake_replicas import (
     Chunks,
@@ -171,7 +170,7 @@ def test_an_answer_without_tokens_has_its_figures(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("lose", [0, 1, 2, 3])
 def test_lost_chunks_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, lose: int) -> None:
     """An early end cuts nothing off; after a broken channel another replica continues."""
-    monkeypatch.setattr("serve_app.generation.call.LATE_S", 1.0)
+    monkeypatch.setattr("serve_app.generation.dispatch.LATE_S", 1.0)
     handle = late(monkeypatch, answer, lose)
     assert ids(run(handle)) == whole()
     assert handle.after_first_token == [lose < 3] * bool(lose)
@@ -233,7 +232,7 @@ async def until_nothing_is_under_way() -> None:
 
 @pytest.fixture
 def replicas(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("serve_app.generation.call.TELL_AFTER_S", 0.01)
+    monkeypatch.setattr("serve_app.generation.dispatch.TELL_AFTER_S", 0.01)
     return Replicas()
 
 

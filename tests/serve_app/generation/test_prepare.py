@@ -19,7 +19,7 @@ from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import PromptNotFound, Prompts
 from serve_app.structured.grammar import Grammar
-from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 SECRET = b"s" * 32

@@ -12,7 +12,7 @@ from msgspec import structs
 from tokenizers import AddedToken
 
 from serve_app.api.request import ChatRequest, reasoning_fields
-from serve_app.cache_diagnostics.explain import SeenPrompt, explain
+from serve_app.cache_misses import SeenPrompt, explain
 from serve_app.checkpoints.demo_model import ensure_demo_model
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest, FirstToken
@@ -24,7 +24,7 @@ from serve_app.generation.request_usage import RequestUsage
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.structured.grammar import Grammar
 from serve_app.structured.matcher import AnswerMatcher
-from serve_app.tenants.tenants import Tenant
+from serve_app.tenants import Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.engine.tiny import request, run_all
 from tests.serve_app.generation.test_prepare import preparer_of

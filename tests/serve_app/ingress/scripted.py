@@ -19,15 +19,15 @@ from starlette.types import Receive, Scope, Send
 from router.protocol.block_hash import PrefixScope
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
-from serve_app.cache_diagnostics.detector import MissDetector, PromptMemory
+from serve_app.cache_misses import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FinishReason, FirstToken, SamplingParams
 from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.answer import TakeOutput
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
@@ -46,13 +46,12 @@ from serve_app.ingress.observe.answer_meter import (
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
-from serve_app.prompts.traffic import PromptTraffic
-from serve_app.stored.databases import Database, StorageLimits
-from serve_app.stored.responses import StoredResponses
-from serve_app.tenants.tenants import Tenants
+from serve_app.prompts.registry import PromptTraffic
+from serve_app.stored import Database, StorageLimits, StoredResponses
+from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from serve_app.tracing.tracer import Tracer
-from serve_app.usage.ledger import Ledger
+from serve_app.tracing import Tracer
+from serve_app.usage import Ledger
 from tests.serve_app.generation.outputs import output
 
 PATIENCE_S = 30

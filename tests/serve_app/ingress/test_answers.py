@@ -22,10 +22,9 @@ from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, SamplingParams
 from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.queue import FairWorkers, WaitingLine
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Budget, Shares
-from serve_app.fairness.waiting_line import WaitingLine
-from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.answer import Piece, PieceSink, TakeOutput
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed
@@ -34,7 +33,7 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.observe.answer_meter import AnswerMeter, Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.tenants.tenants import Tenant
+from serve_app.tenants import Tenant
 from tests.serve_app.generation.outputs import output
 from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, Script, observed, server
 from tests.serve_app.tool_templates.families import WEATHER, call_text

@@ -28,7 +28,7 @@ from serve_app.ingress.observe.answer_meter import Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.handler import OPENAI
 from serve_app.live.tally import figure_of
-from serve_app.tenants.tenants import Tenants, make_api_key
+from serve_app.tenants import Tenants, make_api_key
 
 (KEY, DIGEST), (ZETA, ZETA_DIGEST) = make_api_key(), make_api_key()
 ACME = TenantConfig.model_validate({"name": "acme", "key_sha256": [DIGEST], "requests_per_second": 5})

@@ -12,7 +12,7 @@ from anthropic.types import Message
 
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import GenerationFailed, Overloaded, RequestTooLarge
-from serve_app.tenants.tenants import make_api_key
+from serve_app.tenants import make_api_key
 from tests.serve_app.ingress.scripted import Script, scripted
 from tests.serve_app.tool_templates.families import WEATHER, call_text, family
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from serve_app.config.tenants import TenantConfig
-from serve_app.generation.keys import session_key
-from serve_app.tenants.tenants import make_api_key
+from serve_app.generation.prepare import session_key
+from serve_app.tenants import make_api_key
 from tests.serve_app.api.test_agents import RECORDED
 from tests.serve_app.ingress.scripted import Script, scripted
 

@@ -15,7 +15,7 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from serve_app.config.tenants import TenantConfig
-from serve_app.stored.databases import Database, open_database
+from serve_app.stored import Database, open_database
 from tests.serve_app.ingress.scripted import BOUNDS, Script, scripted
 from tests.serve_app.ingress.test_responses import CALL, TOOL
 from tests.serve_app.tool_templates.families import family

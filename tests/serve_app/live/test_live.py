@@ -13,10 +13,10 @@ from router.settings import RouterSettings
 from serve_app.engine.protocol import FirstToken, SaveResult
 from serve_app.errors import RateLimited
 from serve_app.live import live as live_module
-from serve_app.live import watcher as watcher_module
+from serve_app.live import view as watcher_module
 from serve_app.live.live import Live
 from serve_app.live.prefixes import PrefixTable
-from serve_app.live.watcher import Watcher
+from serve_app.live.view import Watcher
 from tests.serve_app.live.traffic import BLOCK, chain_of, decision, generation, is_idle
 
 ABOUT = {"model": "m", "engine": "simulated", "simulated": True, "policy": "p", "block_size": BLOCK, "ingresses": 1}

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from serve_app.live.prefixes import node_rows
 from serve_app.live.tally import Tally
-from serve_app.live.view import Facts, Occurrence, View, difference, picture_of, visible
-from serve_app.live.watcher import Watcher
+from serve_app.live.view import Facts, Occurrence, View, Watcher, difference, picture_of, visible
 from tests.serve_app.live.traffic import USES, Uses, filled
 
 TENANTS = ["a", "b"]

@@ -11,14 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 from serve_app.config.app import AppConfig
 from serve_app.config.prompts import MAX_PROMPT_BYTES, PublicPromptConfig
 from serve_app.errors import InvalidRequest
-from serve_app.prompts.cutover import STATE, Cutover, Cutovers, read_cutovers, write_cutovers
 from serve_app.prompts.lock import COPIES, LOCK, Prompt, PromptDirectory, PromptError
-from serve_app.prompts.registry import PromptNotFound, Prompts
-from serve_app.prompts.traffic import PromptTraffic, Use, merged
+from serve_app.prompts.registry import (
+    STATE,
+    Cutover,
+    Cutovers,
+    PromptNotFound,
+    Prompts,
+    PromptTraffic,
+    Use,
+    merged,
+    read_cutovers,
+    write_cutovers,
+)
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 TEXT = "You are the clerk of a harbour. Name the ship, the berth and the tide before any advice. " * 3

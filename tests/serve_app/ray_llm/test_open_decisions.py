@@ -6,9 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.request import Decision
-from serve_app.ray_llm.open_decisions import DecisionKey, OpenDecisions
-from serve_app.ray_llm.prefills import Prefills
-from serve_app.ray_llm.recent_answers import KEPT, RecentAnswer, RecentAnswers
+from serve_app.ray_llm.requests import KEPT, DecisionKey, OpenDecisions, Prefills, RecentAnswer, RecentAnswers
 
 MOST, TTL_S = 5, 10.0
 STEPS = st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.sampled_from("xy"), st.integers(0, 6)), max_size=40)

@@ -80,7 +80,7 @@ def test_a_clients_words_of_any_length_cost_no_memory(word: str) -> None:
 def test_no_module_that_ray_loads_needs_torch_or_vllm() -> None:
     import subprocess
 
-    names = "router, scopes, prefills, cache_app"
+    names = "router, scopes, requests, cache_app"
     script = f"import sys; from serve_app.ray_llm import {names}; print({{'torch', 'vllm'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "set()\n"

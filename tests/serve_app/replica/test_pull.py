@@ -16,11 +16,10 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
 from serve_app.replica import pull as pull_module
 from serve_app.replica.lifecycle.answers import PeerAnswers
-from serve_app.replica.lifecycle.receipt import MoveMeters
+from serve_app.replica.lifecycle.handover import MoveMeters
 from serve_app.replica.peers import HolderLost, PulledPart, WantedPart
 from serve_app.replica.pull import Puller, PullMeters, PullRate
-from serve_app.tracing.replica import ReplicaTrace
-from serve_app.tracing.tracer import traceparent_of
+from serve_app.tracing import ReplicaTrace, traceparent_of
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
 from tests.serve_app.tracing.spans import Recorded

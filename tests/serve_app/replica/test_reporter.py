@@ -15,7 +15,7 @@ from router.protocol.block_hash import PrefixScope
 from router.protocol.events import LoadReport, StatsReport
 from router.protocol.request import Decision
 from serve_app.checkpoints.adapter_registry import configured_adapters
-from serve_app.checkpoints.sources.resolve import load_served_model
+from serve_app.checkpoints.sources import load_served_model
 from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import (

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.sessions.admission import SMALL_PART, Admission
-from serve_app.sessions.sessions import Sessions
+from serve_app.replica.session_gate import SMALL_PART, Admission
+from serve_app.sessions import Sessions
 from tests.serve_app.sessions.test_sessions import SIZE, Clock, chain
 
 POOL = 64 * 1000

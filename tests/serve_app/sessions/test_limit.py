@@ -12,7 +12,7 @@ from serve_app.config.tenants import TenantConfig
 from serve_app.errors import RateLimited
 from serve_app.fairness.levels import LevelAnswer, LevelQuestion, Levels
 from serve_app.fairness.rate_limits import Allowance, TenantLimits
-from serve_app.sessions.limit import SessionLimit
+from serve_app.sessions import SessionLimit
 from tests.serve_app.sessions.test_sessions import SIZE, Clock, chain
 
 BLOCKS = 100

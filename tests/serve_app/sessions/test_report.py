@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from serve_app.sessions import report as module
-from serve_app.sessions.report import session_report
+from serve_app.replica import session_gate as module
+from serve_app.replica.session_gate import session_report
 from tests.serve_app.sessions.test_admission import POOL, Bench
 from tests.serve_app.sessions.test_sessions import chain, turn
 

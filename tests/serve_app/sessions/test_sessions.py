@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import HASH_BYTES
-from serve_app.sessions import sessions as module
-from serve_app.sessions.sessions import FIRST_HOLD_S, LEAST_HOLD_S, MOST_HOLD_S, WORTH, Session, Sessions
+from serve_app import sessions as module
+from serve_app.sessions import FIRST_HOLD_S, LEAST_HOLD_S, MOST_HOLD_S, WORTH, Session, Sessions
 
 SIZE = 16
 SLOW = 1.0

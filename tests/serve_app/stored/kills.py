@@ -14,10 +14,9 @@ import time
 from pathlib import Path
 from secrets import token_hex
 
+from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.fairness.workers import FairWorkers
-from serve_app.stored.databases import StorageLimits, open_database
-from serve_app.stored.responses import Document, StoredResponses
+from serve_app.stored import Document, StorageLimits, StoredResponses, open_database
 
 WRITERS = 2
 TENANTS = ("acme", "globex")

@@ -20,10 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.errors import Overloaded, RequestTooLarge, ResponseDamaged
+from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.fairness.workers import FairWorkers
-from serve_app.stored.databases import Database, StorageLimits, StoreError, open_database
-from serve_app.stored.responses import Document, StoredResponses
+from serve_app.stored import Database, Document, StorageLimits, StoredResponses, StoreError, open_database
 from tests.serve_app.stored.conftest import SERVERS
 
 NOW_S = 1_800_000_000.0

@@ -16,13 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app import tenants as tenancy
 from serve_app.config.live import BadSettings, app_config
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import AuthenticationFailed
 from serve_app.replica.replica import Replica
-from serve_app.tenants import tenants as tenancy
-from serve_app.tenants.secret import SecretError, load_secret
-from serve_app.tenants.tenants import Tenant, Tenants, make_api_key
+from serve_app.tenants import SecretError, Tenant, Tenants, load_secret, make_api_key
 
 SECRET = b"s" * 32
 KEYS = {name: make_api_key() for name in ("acme", "acme2", "zeta", "operator")}

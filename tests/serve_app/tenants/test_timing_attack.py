@@ -22,7 +22,7 @@ from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import Prompts
-from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 SECRET = b"a benchmark's secret, 32 bytes.."

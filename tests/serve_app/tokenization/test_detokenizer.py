@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from serve_app.tokenization import segmenter
+from serve_app.tokenization import segments as segmenter
 from serve_app.tokenization.detokenizer import MAX_HELD_TOKENS, StopChecker
-from serve_app.tokenization.segmenter import Segmenter, longest_token_chars
+from serve_app.tokenization.segments import Segmenter, longest_token_chars
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.variants import sentencepiece_like
 

@@ -18,7 +18,7 @@ from serve_app.cli.main import app
 from serve_app.errors import InvalidRequest
 from serve_app.tokenization.chat_template import ChatTemplate
 from serve_app.tokenization.repairs import REPAIRS, Chat, Repairs, left_out
-from serve_app.tokenization.segment_cache import PublicTokens
+from serve_app.tokenization.segments import PublicTokens
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
 

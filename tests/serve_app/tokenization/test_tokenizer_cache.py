@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import hash_blocks
-from serve_app.tokenization.segment_cache import ENTRY_BYTES, PublicTokens, SegmentCache, TokenizedSegment
+from serve_app.tokenization.segments import ENTRY_BYTES, PublicTokens, SegmentCache, TokenizedSegment
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 from tests.serve_app.tokenization.variants import conversation
 

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from serve_app.tracing.tracer import Tracer
+from serve_app.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)

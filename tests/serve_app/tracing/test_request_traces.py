@@ -17,9 +17,7 @@ from ray.serve.exceptions import BackPressureError
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken
 from serve_app.errors import GenerationFailed
 from serve_app.replica.token_channel import TokenStream
-from serve_app.tracing.replica import ReplicaTrace, end_pull
-from serve_app.tracing.request import RequestTrace
-from serve_app.tracing.tracer import open_tracer, traceparent_of
+from serve_app.tracing import ReplicaTrace, RequestTrace, end_pull, open_tracer, traceparent_of
 from tests.serve_app.generation.fake_replicas import FakeHandle, answer, generation, ids, lost_once, whole
 from tests.serve_app.ingress.scripted import scripted
 from tests.serve_app.tracing.spans import Recorded, Seen, by_name, collecting

@@ -17,8 +17,7 @@ from msgspec import structs
 from serve_app.engine.protocol import Prefilled
 from serve_app.errors import InvalidRequest
 from serve_app.ingress.observe.answer_meter import charge_unanswered
-from serve_app.usage.ledger import Counts, Ledger, LedgerError, UsageKey
-from serve_app.usage.report import UsageRows, days, merged, usage_csv, usage_document
+from serve_app.usage import Counts, Ledger, LedgerError, UsageKey, UsageRows, days, merged, usage_csv, usage_document
 from tests.serve_app.ingress.scripted import GENERATION
 
 DAY = datetime(2027, 1, 31, tzinfo=UTC)

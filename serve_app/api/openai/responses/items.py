@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from serve_app.api.as_text import as_text
-from serve_app.api.json_body import JsonBody, call_id
-from serve_app.api.kinds import RESPONSE_ITEMS, RESPONSE_PARTS
+from serve_app.api.json_body import RESPONSE_ITEMS, RESPONSE_PARTS, JsonBody, call_id
 from serve_app.api.openai.messages import joined
 from serve_app.api.openai.tools import called, check_arguments, with_input
 from serve_app.api.request import reasoning_fields

@@ -5,11 +5,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from serve_app.api.json_body import JsonBody, Must, Refused, Text128, Text1024, Whole
-from serve_app.api.kinds import RESPONSE_TOOLS
-from serve_app.api.openai.request import BOUNDED, Effort, GenerationBody, StreamOptions, TokenLimit, TopLogprobs
+from serve_app.api.json_body import RESPONSE_TOOLS, JsonBody, Must, Refused, Text128, Text1024, Whole
+from serve_app.api.openai.request import (
+    BOUNDED,
+    INSTEAD,
+    REFUSED,
+    Effort,
+    GenerationBody,
+    StreamOptions,
+    TokenLimit,
+    TopLogprobs,
+    of_format,
+)
 from serve_app.api.openai.responses.items import ITEM_PATHS, messages_of
-from serve_app.api.openai.sampling import INSTEAD, REFUSED, of_format
 from serve_app.api.openai.tools import (
     FUNCTION,
     MAX_TOOL_VALUES,

@@ -6,12 +6,22 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from serve_app.api.format import AnswerHead, AnswerStream, ApiFinishReason, Choice, ToldToken, Usage
+from serve_app.api.format import (
+    END,
+    AnswerHead,
+    AnswerStream,
+    ApiFinishReason,
+    CallArguments,
+    CallBegun,
+    CallEvent,
+    Choice,
+    ToldToken,
+    Usage,
+    named_event,
+)
 from serve_app.api.json_body import JsonBody, Must
 from serve_app.api.openai.response import cache_miss, openai_error, told_tokens
 from serve_app.api.openai.responses.items import text_part
-from serve_app.api.sse import END, named_event
-from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
 
 _encode = msgspec.json.Encoder().encode

@@ -16,8 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from serve_app.cache.kv_chain import KvPart
-from serve_app.engine.vllm.transfer.block_rows import BlockRows
-from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, TransferJob, rank_file
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, BlockRows, TransferJob, rank_file
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import numpy as np
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain
 from router.vllm_events.pool import VllmPool
 from serve_app.cache.kv_chain import KvChain, KvFormat, KvPart, TransferError, WrongChain, make_header, verify_part
-from serve_app.cache.prefix.block_index import CachedBlock
+from serve_app.cache.prefix.blocks import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix, idle_heats, list_hot
 from serve_app.cache.prefix.pins import PinOutcome, Pins
 from serve_app.cache.prefix.quota import PUBLIC

@@ -10,7 +10,7 @@ from benchmarks.common.agent_sessions import AgentSession, AgentStream, AgentTur
 from benchmarks.common.report import BenchmarkError
 from benchmarks.end_to_end.replay.agents import TurnIndex, compared, drawn, make_load, parse, play, sentence
 from benchmarks.end_to_end.replay.text import TraceText
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 
 
 @pytest.fixture(scope="module")

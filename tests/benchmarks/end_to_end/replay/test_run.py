@@ -20,8 +20,8 @@ from benchmarks.end_to_end.replay.run import parse, with_tenants
 from benchmarks.end_to_end.replay.shots import read_keys, shots_of
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.reuse import TraceRequest
-from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import TimedAnswer
+from serve_app.checkpoints.sources import resolve_model
+from serve_app.cli.bench import TimedAnswer
 
 IDS = st.lists(st.integers(0, 1 << 30), min_size=1, max_size=6)
 

@@ -13,9 +13,17 @@ from serve_app.api.anthropic.conversation import ConversationReader
 from serve_app.api.anthropic.history import MAX_MESSAGES, MessageHistory, RequestDigests, digest, digests
 from serve_app.api.anthropic.request import parse_messages
 from serve_app.api.anthropic.response import MessagesFormat
-from serve_app.api.format import AnswerHead, ApiFinishReason, Choice, Usage
+from serve_app.api.format import (
+    AnswerHead,
+    ApiFinishReason,
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Choice,
+    ToolCall,
+    Usage,
+)
 from serve_app.api.request import ChatRequest, reasoning_fields
-from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, ToolCall
 from serve_app.engine.protocol import Save
 from serve_app.errors import InvalidRequest
 from serve_app.generation.request_usage import kept_tokens

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.api.openai.tokens import parse_tokenize
-from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, reasoning_fields
-from serve_app.api.unknown import UnknownField
+from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, UnknownField, reasoning_fields
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 from tests.serve_app.api.openai.bodies import CHAT, PARSERS, assert_refused, chat, complete

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from serve_app import errors
-from serve_app.api import sse
+from serve_app.api import format as sse
 from serve_app.api.format import AnswerFormat, AnswerHead, Choice, RankedToken, ShownToken, ToldToken, Usage
 from serve_app.api.openai.response import CHAT, COMPLETION, DONE, OpenAiFormat, model_body, models_body, openai_error
 from serve_app.api.openai.responses.request import parse_response_request

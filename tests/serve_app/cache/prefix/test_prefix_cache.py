@@ -18,8 +18,8 @@ from router.protocol.block_hash import (
     split_chain,
 )
 from router.protocol.events import BlocksRemoved, BlocksStored
-from router.protocol.heat import HEAT_MEMORY_S
-from serve_app.cache.prefix.block_pool import BlockPool, PoolExhausted
+from router.protocol.samples import HEAT_MEMORY_S
+from serve_app.cache.prefix.blocks import BlockPool, PoolExhausted
 from serve_app.cache.prefix.hot_prefixes import KINDS, HotPrefixes, idle_heats, list_hot, within
 from serve_app.cache.prefix.pins import Pins
 from serve_app.cache.prefix.prefix_cache import PrefixCache

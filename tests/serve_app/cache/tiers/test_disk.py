@@ -18,8 +18,7 @@ from router.protocol.block_hash import split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored
 from serve_app.cache.kv_chain import KvFormat
 from serve_app.cache.prefix_digest import TierBlock
-from serve_app.cache.tiers.disk import DiskTier
-from serve_app.cache.tiers.disk_files import BlockFiles, DiskSlot, DiskTierError
+from serve_app.cache.tiers.disk import BlockFiles, DiskSlot, DiskTier, DiskTierError
 from serve_app.cache.tiers.tier import TierParts
 from serve_app.cache.tiers.tier_queue import TierQueue
 from serve_app.cache.tiers.tiers import TierSettings
@@ -159,7 +158,7 @@ def test_a_write_that_fails_costs_the_block_only(tmp_path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-from serve_app.cache.tiers.disk_files import BlockFiles
+from serve_app.cache.tiers.disk import BlockFiles
 from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, held, path
 from tests.serve_app.cache.tiers.test_disk import tier
 disk = tier(Path(sys.argv[1]), blocks=50)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.cache.prefix_digest import TierBlock
-from serve_app.cache.tiers.disk import DISK_ACTIVE_S, DiskTier
-from serve_app.cache.tiers.disk_files import BlockFiles
+from serve_app.cache.tiers.disk import DISK_ACTIVE_S, BlockFiles, DiskTier
 from serve_app.cache.tiers.tier_index import UNKNOWN, account_key
 from tests.serve_app.cache.tiers.test_disk import FILE
 from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, held, path

@@ -16,12 +16,11 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from serve_app.checkpoints import sources as resolve
+from serve_app.checkpoints import sources as smollm2
 from serve_app.checkpoints.checkpoint import CheckpointError, load_checkpoint_info
 from serve_app.checkpoints.demo_model import IM_END
-from serve_app.checkpoints.sources import resolve, smollm2
-from serve_app.checkpoints.sources.gguf_file import ensure_converted
-from serve_app.checkpoints.sources.model_config import model_config
-from serve_app.checkpoints.sources.resolve import resolve_model, with_local_model
+from serve_app.checkpoints.sources import ensure_converted, model_config, resolve_model, with_local_model
 from serve_app.config.app import AppConfig
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.checkpoints.sources.tiny_gguf import POSITIONS, write_tiny_gguf

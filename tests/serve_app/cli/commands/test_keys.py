@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from serve_app.cli.main import app
 from serve_app.config.app import AppConfig
 from serve_app.errors import AuthenticationFailed
-from serve_app.tenants.tenants import Tenants
+from serve_app.tenants import Tenants
 
 
 def run(*arguments: str) -> Result:

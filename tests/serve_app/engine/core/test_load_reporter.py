@@ -15,14 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
-from router.feed.sequencer import FeedSequencer
+from router.feed.sequencing import FeedSequencer
 from router.protocol.block_hash import hash_blocks
 from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, LoadReport
 from router.protocol.request import RoutedRequest
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.core.load_reporter import LoadReporter
-from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.reports import EngineMeters
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.replica.reporter import tell_caches
 from tests.serve_app.conftest import MakeEngine, Reference

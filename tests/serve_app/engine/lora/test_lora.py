@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.lora.layers import LoraLayers
+from serve_app.engine.lora.layers import AdapterWeights, LoraLayers, LoraPair
 from serve_app.engine.lora.peft_files import describe_adapter, parse_config
-from serve_app.engine.lora.weights import AdapterWeights, LoraPair
 from serve_app.engine.protocol import AdapterError, AdapterSpec
 from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner

@@ -13,14 +13,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, Granit
 from benchmarks.common.virtual_clock import VirtualClock
 from serve_app.config.app import AppConfig
 from serve_app.config.cache import CPU_POOL_BYTES
-from serve_app.engine.attention.supported import UnsupportedModel
+from serve_app.engine.attention.interface import UnsupportedModel
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import MAX_TOLD_TOKENS, SamplingParams, TokenLogprob, prompt_outputs
 from serve_app.engine.runner import prompt_logprobs
-from serve_app.engine.runner.kv_copy import copy_in, copy_out, gather_blocks, scatter_blocks
 from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.runner.memory_budget import Work, kv_budget_bytes, step_bytes, weight_bytes
-from serve_app.engine.runner.model_runner import ModelRunner, load_runner
+from serve_app.engine.runner.model_runner import (
+    ModelRunner,
+    copy_in,
+    copy_out,
+    gather_blocks,
+    load_runner,
+    scatter_blocks,
+)
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.core.load_reporter import LoadReporter
-from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import AdapterSpec
+from serve_app.engine.reports import EngineMeters
 from serve_app.engine.scheduling.scheduler import Scheduler
 from tests.serve_app.engine.scheduling.bench import Bench
 from tests.serve_app.engine.tiny import SCOPE, prompt

@@ -16,9 +16,8 @@ from msgspec import structs
 
 from router.protocol.request import Decision
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import QueueFull, SamplingParams, TokenRules
-from serve_app.engine.reservations import ROUTERS_REMEMBERED
+from serve_app.engine.reports import ROUTERS_REMEMBERED, EngineMeters
 from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
 from serve_app.engine.vllm.sampling.rows import (
     NOT_NUMBERS,

@@ -14,8 +14,8 @@ from msgspec import structs
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from router.vllm_events.pool import VllmPool
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
-from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import EngineError, EngineRequest, Save, SaveResult
+from serve_app.engine.reports import EngineMeters
 from serve_app.engine.vllm.saves import VllmSaves, block_number
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import TransferJob

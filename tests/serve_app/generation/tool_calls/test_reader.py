@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from serve_app.api.format import CallArguments, CallBegun, CallEnded, CallEvent
 from serve_app.api.request import ToolUse
-from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
 from serve_app.generation.tool_calls.call_reader import CallReader
 from serve_app.generation.tool_calls.formats import Reading, forced_calls, hermes, json_list, llama3_json, mistral
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form

@@ -14,7 +14,7 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.core import RoutingCore
-from router.policy.policies import POLICIES
+from router.policies import POLICIES
 from router.protocol.events import BlocksStored, StatsReport
 from router.protocol.request import RoutedRequest
 from router.protocol.samples import Labels, Sample
@@ -25,26 +25,22 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import Save
+from serve_app.engine.reports import EngineMeters
 from serve_app.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.shares import Shares
 from serve_app.generation.prepare import Limits, Preparer
-from serve_app.ingress.observe import sessions as module
-from serve_app.ingress.observe.cache_state import cache_state
-from serve_app.ingress.observe.explain import explanation
-from serve_app.ingress.observe.families import FAMILIES, SECTIONS
+from serve_app.ingress.observe import reports as module
+from serve_app.ingress.observe.families import FAMILIES, LABELS, SECTIONS, metrics_page
 from serve_app.ingress.observe.metrics import IngressMetrics, render, router_samples, with_label, without_tenants
-from serve_app.ingress.observe.reference import LABELS, metrics_page
-from serve_app.ingress.observe.sessions import SessionList
+from serve_app.ingress.observe.reports import SessionList, cache_state, explanation
 from serve_app.ingress.routes.application import make_application
-from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
+from serve_app.replica.lifecycle.handover import MoveMeters, Receipt
 from serve_app.replica.pull import PullMeters
-from serve_app.replica.session_gate import SessionGate
-from serve_app.sessions.report import session_report
-from serve_app.tenants.tenants import Tenant, Tenants, make_api_key
-from serve_app.tokenization.segment_cache import SegmentCacheStats
+from serve_app.replica.session_gate import SessionGate, session_report
+from serve_app.tenants import Tenant, Tenants, make_api_key
+from serve_app.tokenization.segments import SegmentCacheStats
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
@@ -57,7 +53,7 @@ _NAME = re.compile(r"warmpath_[a-z0-9_]+")
 
 
 def test_the_page_of_metrics_is_current() -> None:
-    """To write it again: ``python -m serve_app.ingress.observe.reference > docs: metrics``."""
+    """To write it again: ``python -m serve_app.ingress.observe.families > docs: metrics``."""
     assert PAGE.read_text() == metrics_page()
 
 

@@ -13,16 +13,15 @@ from router.protocol.request import RoutedRequest
 from serve_app.api.request import ChatRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.checkpoints.sources import resolve_model
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken
 from serve_app.errors import InvalidRequest, Overloaded
 from serve_app.generation.prepare import Limits, Preparer
-from serve_app.ingress.prompts import warming
-from serve_app.ingress.prompts.warming import PIECE_TOKENS, Warm, Warmer
-from serve_app.prompts.registry import Prompts
-from serve_app.prompts.traffic import Use
-from serve_app.tenants.tenants import Tenants
+from serve_app.ingress import prompts as warming
+from serve_app.ingress.prompts import PIECE_TOKENS, Warm, Warmer
+from serve_app.prompts.registry import Prompts, Use
+from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.generation.outputs import output
 

@@ -28,9 +28,8 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.routes.handler import BODIES
 from serve_app.ingress.services import Services
-from serve_app.tenants.tenants import Tenants, make_api_key
-from serve_app.usage.ledger import Counts, UsageKey
-from serve_app.usage.report import UsageRows
+from serve_app.tenants import Tenants, make_api_key
+from serve_app.usage import Counts, UsageKey, UsageRows
 from tests.serve_app.ingress.scripted import partial_services, scripted
 
 (OPERATOR, OPERATOR_DIGEST), (KEY, DIGEST) = make_api_key(), make_api_key()

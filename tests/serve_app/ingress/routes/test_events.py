@@ -21,7 +21,7 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes import event_stream as route
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.routes.page import page_files, page_response
-from serve_app.tenants.tenants import Tenants, make_api_key
+from serve_app.tenants import Tenants, make_api_key
 from tests.serve_app.ingress.routes.test_application import ACME, get
 from tests.serve_app.ingress.scripted import PATIENCE_S, Loopback, partial_services
 from tests.serve_app.live.test_live import Ingresses

@@ -14,7 +14,7 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.replica.lifecycle.answers import PeerAnswers
-from serve_app.replica.lifecycle.receipt import MoveMeters
+from serve_app.replica.lifecycle.handover import MoveMeters
 from serve_app.replica.peers import HolderLost, Peers, PulledPart, Question, WantedPart
 from serve_app.replica.pull import PIECE_BYTES, PullMeters
 

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.protocol.heat import HEAT_MEMORY_S
+from router.protocol.samples import HEAT_MEMORY_S
 from serve_app.cache.kv_chain import KvChain
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.replica.lifecycle import handover as handover_module
 from serve_app.replica.lifecycle.answers import TAKES_AT_ONCE
-from serve_app.replica.lifecycle.handover import PIECES_IN_FLIGHT, HandOver
-from serve_app.replica.lifecycle.receipt import Receipt
+from serve_app.replica.lifecycle.handover import PIECES_IN_FLIGHT, HandOver, Receipt
 from serve_app.replica.peers import Survey
 from tests.serve_app.replica.lifecycle.peers import (
     BLOCK_BYTES,

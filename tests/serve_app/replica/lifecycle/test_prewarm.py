@@ -17,8 +17,8 @@ from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.replica.lifecycle import prewarm as prewarm_module
+from serve_app.replica.lifecycle.handover import Receipt
 from serve_app.replica.lifecycle.prewarm import Prewarm, plan
-from serve_app.replica.lifecycle.receipt import Receipt
 from serve_app.replica.peers import PulledPart, Question, WantedPart
 from tests.serve_app.replica.lifecycle.peers import (
     BLOCK_BYTES,

@@ -19,8 +19,7 @@ from serve_app.cache.prefix.pins import Pins
 from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.transfer.block_rows import BlockRows
-from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, TransferJob, rank_file
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, BlockRows, TransferJob, rank_file
 from serve_app.engine.vllm.transfer.migration import VllmMigration
 from tests.router.vllm_events.pool_model import hold
 from tests.serve_app.engine.tiny import VOCAB, prompt, root_of

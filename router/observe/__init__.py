@@ -1,1 +1,0 @@
-"""A router's counters, state and explanations."""

@@ -1,1 +1,0 @@
-"""From match and load to a ranking. Pure: uses no clock, lock, socket or counter."""

@@ -1,0 +1,317 @@
+"""A client for OpenAI's streamed completions that measures token times and reads ``usage``."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import quantiles
+from typing import Annotated, Any
+from uuid import uuid4
+
+import httpx
+import typer
+from rich.progress import track
+from rich.table import Table
+
+from serve_app.cli.console import console, fail
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """One streamed answer; times since the request was sent. ``cached_told``: the server reported cached tokens."""
+
+    ttft_s: float
+    total_s: float
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cached_told: bool = True
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per token after the first."""
+        return (self.total_s - self.ttft_s) / max(1, self.completion_tokens - 1)
+
+
+class RequestFailed(Exception):
+    """The server refused the request or broke off the answer; holds status and body."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"HTTP {status}: {body[:300]}")
+        self.status = status
+
+
+class StreamCut(RequestFailed):
+    """A stream began, but broke off or ended with an error."""
+
+
+def chat_body(model: str, max_tokens: int, user: str, system: str | None = None) -> dict[str, Any]:
+    """Return a greedy chat request with one question, after an optional system prompt."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": user})
+    return {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    # httpx's own line iterator also breaks at characters that JSON may contain, such as U+2028.
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode().rstrip("\r")
+    if rest:
+        yield rest.decode()
+
+
+async def stream_events(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a request. Raises RequestFailed for a refusal, StreamCut for an error or an early end."""
+    async with client.stream("POST", url, json=body, headers=headers) as response:
+        if response.status_code != 200:
+            raise RequestFailed(response.status_code, (await response.aread()).decode())
+        done = False
+        async for line in _lines(response):
+            data = line[5:].strip() if line.startswith("data:") else ""
+            if data == "[DONE]":
+                done = True
+            elif data:
+                event: dict[str, Any] = json.loads(data)
+                if "error" in event:
+                    raise StreamCut(500, data)
+                yield event
+    if not done:
+        raise StreamCut(500, "the stream ended early")
+
+
+async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> TimedAnswer:
+    """Send one streamed chat completion. Raises RequestFailed on any error."""
+    return await stream_answer(client, f"{url}/v1/chat/completions", body)
+
+
+async def stream_answer(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> TimedAnswer:
+    """Send one streamed completion; without usage, chunks count as tokens. Raises RequestFailed on any error."""
+    payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    started_s = time.perf_counter()
+    first_s: float | None = None
+    parts: list[str] = []
+    usage: dict[str, Any] = {}
+    async for event in stream_events(client, url, payload, headers):
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            content = delta.get("content") if delta else choice.get("text")
+            # A first token with half a character has no text: then the end is the first sign of it.
+            if first_s is None and (content or delta.get("reasoning_content") or choice.get("finish_reason")):
+                first_s = time.perf_counter()
+            if content:
+                parts.append(content)
+        usage = event.get("usage") or usage
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    ended_s = time.perf_counter()
+    return TimedAnswer(
+        ttft_s=(first_s or ended_s) - started_s,
+        total_s=ended_s - started_s,
+        text="".join(parts),
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=cached or 0,
+        completion_tokens=usage.get("completion_tokens", len(parts)),
+        cached_told=cached is not None,
+    )
+
+
+Body = dict[str, Any]
+TIMEOUT_S = 600.0
+WORDS = "river stone copper garden winter signal harbor window letter orange silver market bridge forest".split()
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An OpenAI-compatible server. ``url``: without /v1; ``api_key``: a tenant's key, or ""."""
+
+    url: str
+    api_key: str = ""
+
+    def client(self) -> httpx.AsyncClient:
+        """Return a client with the key."""
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, limits=httpx.Limits(max_connections=None))
+
+    def model(self) -> str:
+        """Return the first model that the server lists; exit with an error if it lists none."""
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        try:
+            answer = httpx.get(f"{self.url}/v1/models", headers=headers, timeout=10)
+            models = answer.raise_for_status().json()["data"]
+            return str(models[0]["id"])
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            fail(
+                f"{self.url} does not list its models ({error}); name a running server with --url, a key with --api-key"
+            )
+
+
+def texts(count: int, words: int, seed: int) -> list[str]:
+    """Return ``count`` different texts of ``words`` words each."""
+    draw = Random(seed)  # noqa: S311
+    return [f"{uuid4().hex} " + " ".join(draw.choices(WORDS, k=words)) for _ in range(count)]
+
+
+async def answers(server: Server, bodies: Sequence[Body], at_once: int, told: str) -> list[TimedAnswer]:
+    """Send requests, ``at_once`` of them concurrently. Exits with an error if one fails."""
+    gate = asyncio.Semaphore(at_once)
+    async with server.client() as client:
+
+        async def one(body: Body) -> TimedAnswer:
+            async with gate:
+                return await stream_chat(client, server.url, body)
+
+        tasks = [asyncio.create_task(one(body)) for body in bodies]
+        try:
+            return [await task for task in track(tasks, told, console=console, transient=True)]
+        except (RequestFailed, httpx.HTTPError) as error:
+            fail(f"a request failed: {error or type(error).__name__}")
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def percentiles(values: Iterable[float]) -> tuple[float, float]:
+    """Return the median and the 90th percentile."""
+    ordered = sorted(values)
+    if len(ordered) == 1:
+        return ordered[0], ordered[0]
+    cuts = quantiles(ordered, n=10, method="inclusive")
+    return cuts[4], cuts[8]
+
+
+def row(name: str, found: Sequence[TimedAnswer]) -> list[str]:
+    """Return a table's row: TTFT (p50, p90), an answer's tokens per second, the cached part of the prompts."""
+    first, late = percentiles(answer.ttft_s for answer in found)
+    decode = [1 / answer.tpot_s for answer in found if answer.completion_tokens > 1 and answer.tpot_s > 0]
+    prompts = sum(answer.prompt_tokens for answer in found)
+    cached = f"{sum(answer.cached_tokens for answer in found) / prompts:.0%}" if prompts else "unknown"
+    speed = f"{percentiles(decode)[0]:.1f}" if decode else "-"
+    return [name, str(len(found)), f"{first * 1000:.0f} ms", f"{late * 1000:.0f} ms", speed, cached]
+
+
+app = typer.Typer(no_args_is_help=True, help="Measure a running server: speed, cache, neighbour.")
+
+ServerUrl = Annotated[str, typer.Option(envvar="WARMPATH_URL", help="the server's URL, without /v1")]
+ApiKey = Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="a tenant's key, if the server needs one")]
+ServedModel = Annotated[str | None, typer.Option(help="default: the first one that the server lists")]
+Requests = Annotated[int, typer.Option(min=1, help="requests in each row")]
+AtOnce = Annotated[int, typer.Option(min=1, help="concurrent requests")]
+PromptWords = Annotated[int, typer.Option(min=1, help="words in each prompt")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="tokens in each answer")]
+HERE = "http://127.0.0.1:8000"
+
+
+@app.command()
+def speed(
+    url: ServerUrl = HERE,
+    api_key: ApiKey = "",
+    model: ServedModel = None,
+    requests: Requests = 16,
+    at_once: AtOnce = 4,
+    words: PromptWords = 500,
+    max_tokens: MaxTokens = 64,
+) -> None:
+    """Measure the server's speed: new prompts, then the same ones again."""
+    server = Server(url.rstrip("/"), api_key)
+    name = model or server.model()
+    bodies = [chat_body(name, max_tokens, "Sum this up.", text) for text in texts(requests, words, 0)]
+    _show(asyncio.run(_in_turn(server, at_once, {"new prompts": bodies, "the same again": bodies})))
+
+
+@app.command()
+def cache(
+    file: Annotated[Path, typer.Argument(help="chat requests, one JSON object per line; OpenAI's batch files, too")],
+    url: ServerUrl = HERE,
+    api_key: ApiKey = "",
+    model: ServedModel = None,
+    at_once: AtOnce = 1,
+) -> None:
+    """Measure the cache's benefit for your prompts: each one alone, then all of them in the order of the file."""
+    server = Server(url.rstrip("/"), api_key)
+    name = model or server.model()
+    try:
+        bodies = [_chat(line, name) for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        fail(f"{file}: {error}")
+    if not bodies:
+        fail(f"{file} holds no requests")
+    apart = [body | {"cache_salt": uuid4().hex} for body in bodies]
+    shared = uuid4().hex
+    together = [body | {"cache_salt": shared} for body in bodies]
+    _show(asyncio.run(_in_turn(server, at_once, {"without the cache": apart, "with the cache": together})))
+
+
+@app.command()
+def neighbour(
+    flood_api_key: Annotated[
+        str, typer.Option(envvar="WARMPATH_FLOOD_API_KEY", help="the key of a second tenant, which floods")
+    ],
+    url: ServerUrl = HERE,
+    api_key: ApiKey = "",
+    model: ServedModel = None,
+    requests: Requests = 30,
+    flood_at_once: Annotated[int, typer.Option(min=1, help="the flood's concurrent requests")] = 64,
+    words: PromptWords = 500,
+    max_tokens: MaxTokens = 16,
+) -> None:
+    """Measure a tenant's requests beside another tenant that floods the server."""
+    if api_key == flood_api_key:
+        fail("a neighbour is another tenant: give its key with --flood-api-key, and yours with --api-key")
+    server, flooded = Server(url.rstrip("/"), api_key), Server(url.rstrip("/"), flood_api_key)
+    name = model or server.model()
+    [system] = texts(1, words, 0)
+    bodies = [chat_body(name, max_tokens, f"Question {number}.", system) for number in range(requests)]
+
+    def new() -> Body:
+        return chat_body(name, 1, "Sum this up.", *texts(1, words, 1))
+
+    async def flood(client: httpx.AsyncClient, begun: asyncio.Event) -> None:
+        while True:
+            with suppress(RequestFailed, httpx.HTTPError):  # the server may refuse a flood
+                await stream_chat(client, flooded.url, new())
+            begun.set()
+
+    async def both() -> list[tuple[str, list[TimedAnswer]]]:
+        for each, body in ((server, bodies[0]), (flooded, new())):
+            await answers(each, [body], 1, "warm-up")
+        rows, begun = await _in_turn(server, 1, {"alone": bodies}), asyncio.Event()
+        async with flooded.client() as client:
+            flooding = [asyncio.create_task(flood(client, begun)) for _ in range(flood_at_once)]
+            try:
+                await begun.wait()
+                return rows + await _in_turn(server, 1, {"beside a flood": bodies})
+            finally:
+                for task in flooding:
+                    task.cancel()
+
+    _show(asyncio.run(both()))
+
+
+async def _in_turn(server: Server, at_once: int, sets: Mapping[str, list[Body]]) -> list[tuple[str, list[TimedAnswer]]]:
+    return [(told, await answers(server, bodies, at_once, told)) for told, bodies in sets.items()]
+
+
+def _chat(line: str, model: str) -> Body:
+    request = json.loads(line)
+    body = request.get("body", request) if isinstance(request, dict) else None
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise ValueError("each line is a chat request with messages, or has one as its body")
+    return body | {"model": model, "temperature": 0, "max_tokens": body.get("max_tokens") or 32}
+
+
+def _show(rows: list[tuple[str, list[TimedAnswer]]]) -> None:
+    table = Table("", "requests", "TTFT p50", "TTFT p90", "tokens/s of an answer", "prompt from the cache")
+    for name, found in rows:
+        table.add_row(*row(name, found))
+    console.print(table)

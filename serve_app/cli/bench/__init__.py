@@ -1,1 +1,0 @@
-"""`warmpath bench`: three measurements of a running server, and their client."""

@@ -1,0 +1,182 @@
+"""The document of /v1/cache/state: replicas, load, cached bytes and tokens, hit rates. It holds no prompt's text."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import Field
+
+from router.core import RoutingCore
+from router.policies import POLICIES
+from router.protocol.samples import Sample
+from serve_app.api.json_body import JsonBody, Text64
+from serve_app.api.openai.request import parse_chat, parse_completion
+from serve_app.api.openai.responses.request import parse_response_request
+from serve_app.api.request import GenerateRequest
+from serve_app.errors import InvalidRequest, Overloaded
+from serve_app.fairness.front_door import FrontDoor
+from serve_app.generation.prepare import Preparer
+from serve_app.live.tally import Total
+from serve_app.replica.session_gate import MOST_TOLD
+from serve_app.tenants import Tenant, Tenants
+from serve_app.tokenization.segments import SegmentCacheStats
+
+_STATES = {"used": "in_use", "cached": "cached", "free": "free"}
+
+
+def cache_state(
+    core: RoutingCore,
+    totals: Mapping[str, Total],
+    tokenizer: SegmentCacheStats,
+    notices: dict[str, list[dict[str, Any]]],
+    *,
+    model: str,
+    engine: str,
+) -> dict[str, Any]:
+    """Return the document from this ingress' view of the app."""
+    state, stats = core.state(), core.stats()
+    for replica in state["replicas"]:
+        report = stats.get(replica["replica_id"])
+        if report is not None:
+            replica |= _of_report(report.samples, state["block_size"])
+    return {
+        "model": model,
+        "engine": engine,
+        **state,
+        "tokenizer_cache": asdict(tokenizer),
+        "tenants": {tenant: _of_tenant(*total) for tenant, total in totals.items()},
+        "notices": notices,
+    }
+
+
+def _of_tenant(requests: int, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    counts = {"requests": requests, "prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens}
+    return {**counts, "hit_rate": round(cached_tokens / prompt_tokens, 4) if prompt_tokens else 0.0}
+
+
+def _of_report(samples: Sequence[Sample], block_size: int) -> dict[str, Any]:
+    """Return a replica's pool in blocks, bytes and tokens from its samples, any of which may be missing."""
+    shown: dict[str, Any] = {}
+    block_bytes = next((int(value) for name, _, value in samples if name == "warmpath_kv_cache_block_bytes"), 0)
+    for name, labels, value in samples:
+        label = dict(labels)
+        match name:
+            case "warmpath_replica_info" if label.get("pid", "").isdecimal():
+                shown["pid"] = int(label["pid"])
+            case "warmpath_tenant_kv_cache_blocks" if "tenant" in label:
+                shown.setdefault("bytes_by_tenant", {})[label["tenant"]] = int(value) * block_bytes
+            case "warmpath_kv_cache_blocks" if label.get("state") in _STATES:
+                state = _STATES[label["state"]]
+                shown[f"blocks_{state}"] = int(value)
+                shown[f"bytes_{state}"] = int(value) * block_bytes
+            case "warmpath_pinned_blocks":
+                shown["blocks_pinned"] = int(value)
+                shown["bytes_pinned"] = int(value) * block_bytes
+    if "blocks_cached" in shown:
+        shown["tokens_cached"] = shown["blocks_cached"] * block_size
+    return shown
+
+
+class ExplainBody(JsonBody):
+    """The body of ``POST /v1/cache/explain``: the fields of a chat, a completion or a response, and these."""
+
+    tenant: Text64 = Field(None, description="the tenant of the request; needed if there are several")
+    policy: Text64 = Field(None, description="default: all policies, the acting one first")
+    messages: Any = Field(None, description="a chat's messages, or:")
+    prompt: Any = Field(None, description="a completion's prompt, or:")
+    input: Any = Field(None, description="a response's input")
+
+
+_PARSERS: dict[str, Callable[[bytes], GenerateRequest]] = {
+    "messages": parse_chat,
+    "prompt": parse_completion,
+    "input": parse_response_request,
+}
+"""The parser for each body's distinguishing field."""
+
+
+async def explanation(
+    body: bytes, core: RoutingCore, preparer: Preparer, tenants: Tenants, front_door: FrontDoor
+) -> dict[str, Any]:
+    """Return the document for a body; each prompt is explained alone. Raises the errors of the request itself."""
+    asked = ExplainBody.parse(body)
+    policies = _policies(asked.policy, core.settings.policy)
+    tenant = _tenant(asked.tenant, tenants.by_name)
+    parsers = [parse for field, parse in _PARSERS.items() if getattr(asked, field) is not None]
+    if len(parsers) != 1:
+        raise InvalidRequest(
+            "Send the body of a chat (with messages), of a completion (with prompt) or of a response (with input)."
+        )
+    wanted = parsers[0](body)
+    generations = await preparer.prepare(wanted, tenant, "explain")
+    return {
+        "object": "cache.explanation",
+        "model": wanted.answering_model,
+        "tenant": tenant.name,
+        "router_id": core.router_id,
+        "policy": core.settings.policy,
+        **front_door.outlook(tenant.name),
+        "prompts": [
+            {"prefix": generation.placement_key.hex(), **core.explain(generation, policies)}
+            for generation in generations[:: wanted.n]
+        ],
+    }
+
+
+def _policies(chosen: str | None, acting: str) -> list[str]:
+    """Return the policies to explain. The first one orders the replicas; by default it is the acting policy."""
+    if chosen is None:
+        return [acting, *(policy for policy in POLICIES if policy != acting)]
+    if chosen not in POLICIES:
+        raise InvalidRequest(f"policy must be one of {', '.join(POLICIES)}.", param="policy")
+    return [chosen]
+
+
+def _tenant(name: str | None, tenants: Mapping[str, Tenant]) -> Tenant:
+    if name is None and len(tenants) == 1:
+        return next(iter(tenants.values()))
+    if name is None or name not in tenants:
+        demand = f"the tenant of the request, one of {', '.join(tenants)[:1000]}"
+        raise InvalidRequest(f"tenant must be {demand}.", param="tenant")
+    return tenants[name]
+
+
+TIMEOUT_S = 5.0
+FRESH_S = 1.0
+"""The lifetime of an answer: repeated requests share it, so no client can keep replicas busy."""
+
+
+class SessionList:
+    """Collects and caches the session lists. ``replicas``: calls a method of every replica."""
+
+    def __init__(self, replicas: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._replicas = replicas
+        self._asked: dict[str | None, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
+
+    async def of(self, viewer: str | None) -> dict[str, Any]:
+        """Return the document for a tenant, or (None) for an operator. Raises Overloaded if a replica is silent."""
+        now_s = time.monotonic()
+        self._asked = {
+            one: (asked_s, answer)
+            for one, (asked_s, answer) in self._asked.items()
+            if not answer.done() or now_s - asked_s < FRESH_S
+        }
+        if viewer not in self._asked:
+            self._asked[viewer] = now_s, asyncio.create_task(self._ask(viewer))
+        return await asyncio.shield(self._asked[viewer][1])  # other requests wait for it, too
+
+    async def _ask(self, viewer: str | None) -> dict[str, Any]:
+        try:
+            reports = await self._replicas("sessions", viewer, timeout_s=TIMEOUT_S)
+        except TimeoutError as error:
+            raise Overloaded("A replica does not report its sessions; ask again.", retry_after_s=5.0) from error
+        rows = [{"replica": report["replica"], **row} for report in reports for row in report["rows"]]
+        return {
+            "object": "cache.sessions",
+            "viewer": "operator" if viewer is None else "tenant",
+            "tenant": viewer,
+            "replicas": [{name: value for name, value in report.items() if name != "rows"} for report in reports],
+            "sessions": sorted(rows, key=lambda row: float(row["idle_s"]))[:MOST_TOLD],
+        }

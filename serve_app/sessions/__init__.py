@@ -1,1 +1,0 @@
-"""Sessions: chains of requests that continue each other, as seen by one replica."""

@@ -1,0 +1,229 @@
+"""The deployment secret: from the environment, from a private file, or created once."""
+
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+
+from serve_app.config.tenants import TenantConfig
+from serve_app.errors import AuthenticationFailed
+
+MIN_SECRET_CHARS = 16
+SECRET_VARIABLE = "WARMPATH_SECRET"  # noqa: S105  # its name
+
+
+class SecretError(ValueError):
+    """The deployment secret cannot be used. The message contains the remedy."""
+
+
+def load_secret(env: str = SECRET_VARIABLE, secret_file: Path | None = None, state_dir: Path | None = None) -> bytes:
+    """Return the deployment secret as 32 bytes: from the environment, else the file, else a file created once.
+
+    The new file is ``secret`` in ``state_dir`` (default ``$XDG_STATE_HOME/warmpath``, or ``~/.local/state/warmpath``),
+    with mode 0600. Raises SecretError for a short secret, and for a file that other users may read.
+    """
+    given = os.environ.get(env)
+    if given is not None:
+        return _normalized(given.encode("utf-8", "surrogateescape"), f"${env}")
+    if secret_file is not None:
+        return _read_secret(secret_file)
+    path = (own_state_dir() if state_dir is None else state_dir) / "secret"
+    try:
+        if not path.is_file():
+            _create_secret(path)
+    except OSError as error:
+        raise SecretError(f"cannot make the secret file {path} ({error.strerror}); set ${env} instead") from error
+    return _read_secret(path)
+
+
+def forget_secret() -> None:
+    """Remove the secret from this process' environment, and so from that of processes that it starts later."""
+    os.environ.pop(SECRET_VARIABLE, None)
+
+
+def own_state_dir() -> Path:
+    """Return the directory for a user's persistent state."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "warmpath"
+
+
+def _create_secret(path: Path) -> None:
+    """Write a random secret to ``path`` atomically, unless another process is first."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, name = tempfile.mkstemp(prefix=".secret-", dir=path.parent)  # mkstemp sets mode 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        path.hardlink_to(name)
+    except FileExistsError:
+        pass
+    finally:
+        Path(name).unlink()
+
+
+def _read_secret(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read()
+    except FileNotFoundError:
+        raise SecretError(f"there is no secret file {path}; create it, or remove secret_file") from None
+    except OSError as error:
+        raise SecretError(f"cannot read the secret file {path} ({error.strerror})") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SecretError(f"others may read the secret file {path}; run: chmod 600 {path}")
+    return _normalized(content, str(path))
+
+
+def _normalized(secret: bytes, source: str) -> bytes:
+    secret = secret.strip()
+    if len(secret) < MIN_SECRET_CHARS:
+        raise SecretError(
+            f"the secret in {source} has {len(secret)} characters and needs {MIN_SECRET_CHARS}; "
+            "make one with: openssl rand -hex 32"
+        )
+    return sha256(secret).digest()
+
+
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """An authenticated tenant. Tenants of one ``trust_group`` share their KV.
+
+    ``models``: names of its models and adapters, None: all. ``store_kv``: its requests may write to the cache.
+    """
+
+    name: str
+    trust_group: str | None = None
+    models: frozenset[str] | None = None
+    store_kv: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """``expires_s``: in seconds since 1970, None: never."""
+
+    digest: bytes
+    tenant: Tenant
+    expires_s: float | None
+    revoked: bool
+
+
+class Tenants:
+    """All tenants of a deployment. ``TenantsSection`` ensures that names and keys differ."""
+
+    def __init__(
+        self,
+        configs: Sequence[TenantConfig],
+        secret: bytes,
+        *,
+        operator_key_sha256: Sequence[str] = (),
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._secret = secret
+        self._now_s = now_s
+        self.configure(configs, operator_key_sha256)
+
+    def configure(self, configs: Sequence[TenantConfig], operator_key_sha256: Sequence[str]) -> None:
+        """Replace tenants and operators. Authenticated requests stay authenticated."""
+        named = [(key, tenant) for config in configs for tenant in (_tenant(config),) for key in config.key_sha256]
+        self._keys = {
+            (digest := bytes.fromhex(key.sha256)): _Key(
+                digest, tenant, key.expires.timestamp() if key.expires else None, key.revoked
+            )
+            for key, tenant in named
+        }
+        self._by_name = {tenant.name: tenant for _, tenant in named} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
+        self._operator_keys = [bytes.fromhex(key) for key in operator_key_sha256]
+
+    @property
+    def open(self) -> bool:
+        """Whether no tenant is configured. Every client then is the tenant ``default``."""
+        return not self._keys
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether operator keys exist."""
+        return bool(self._operator_keys)
+
+    def authenticate(self, authorization: str | None) -> Tenant:
+        """Return the tenant of the Authorization header's key, found by its digest and compared in constant time.
+
+        The time of a look-up can only tell of a digest, from which no key follows.
+        Unless the deployment is ``open``, raises AuthenticationFailed without a key, or with an unknown, revoked or
+        expired one.
+        """
+        if self.open:
+            return Tenant(DEFAULT_TENANT)
+        digest = _bearer_digest(authorization)
+        found = self._keys.get(digest)
+        if found is None or not hmac.compare_digest(found.digest, digest):
+            if self.is_operator(authorization):
+                raise AuthenticationFailed("An operator key cannot be used for this; send a tenant's key.")
+            raise AuthenticationFailed(
+                "No tenant has this API key; send a valid one as `Authorization: Bearer KEY`."
+                if authorization
+                else "An API key is needed; send it as `Authorization: Bearer KEY`."
+            )
+        if found.revoked:
+            raise AuthenticationFailed("This API key was revoked; use another one.")
+        if found.expires_s is not None and found.expires_s <= self._now_s():
+            expired = datetime.fromtimestamp(found.expires_s, UTC).isoformat()
+            raise AuthenticationFailed(f"This API key expired at {expired}; use a newer one.")
+        return found.tenant
+
+    @property
+    def by_name(self) -> dict[str, Tenant]:
+        """The tenants by name; only ``default`` if none is configured."""
+        return self._by_name
+
+    def is_operator(self, authorization: str | None) -> bool:
+        """Return whether the header contains an operator key."""
+        digest = _bearer_digest(authorization)
+        matches = [hmac.compare_digest(known, digest) for known in self._operator_keys]
+        return any(matches)
+
+    def salt(self, tenant: Tenant, cache_salt: str | None) -> bytes:
+        """Return the 32-byte salt of a tenant's or trust group's scope, which a ``cache_salt`` divides further.
+
+        HMAC-SHA256 keyed with the secret over length-prefixed fields. No client's ``cache_salt`` can reach another
+        scope, and a missing one differs from the empty one.
+        """
+        message = _length_prefixed(tenant.name.encode())
+        if tenant.trust_group is not None:
+            # No tenant has an empty name, so a group never equals a tenant of the same name.
+            message = _length_prefixed(b"") + _length_prefixed(tenant.trust_group.encode())
+        if cache_salt is not None:
+            message += b"\1" + _length_prefixed(cache_salt.encode())
+        else:
+            message += b"\0"
+        return hmac.digest(self._secret, message, "sha256")
+
+
+def _tenant(config: TenantConfig) -> Tenant:
+    models = None if config.models is None else frozenset(config.models)
+    return Tenant(config.name, config.trust_group, models, config.store_kv)
+
+
+def make_api_key() -> tuple[str, str]:
+    """Return a new API key and its SHA-256 in hex, for a settings file."""
+    key = "wp-" + secrets.token_urlsafe(32)
+    return key, sha256(key.encode()).hexdigest()
+
+
+def _bearer_digest(authorization: str | None) -> bytes:
+    scheme, _, key = (authorization or "").strip().partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _length_prefixed(field: bytes) -> bytes:
+    return len(field).to_bytes(8, "little") + field

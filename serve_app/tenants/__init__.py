@@ -1,1 +1,0 @@
-"""Authentication of tenants and their permissions. Uses no HTTP and no tokens."""

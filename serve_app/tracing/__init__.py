@@ -1,1 +1,0 @@
-"""Traces of requests through all processes, with OpenTelemetry."""

@@ -1,1 +1,0 @@
-"""Tenants' usage by day."""
