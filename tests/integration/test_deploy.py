@@ -180,70 +180,6 @@ def test_serve_status_has_the_errors_of_a_start(cluster: Cluster) -> None:
         eventually(lambda sentence=sentence: sentence in map(innermost, cluster.messages()))
 
 
-def dribbled(sock: socket.socket, byte: bytes) -> bytes:
-    """Send a byte every half a second until the server answers or ends the connection; return its answer."""
-    with suppress(ConnectionError):
-        while not select.select([sock], [], [], 0.5)[0]:
-            sock.sendall(byte)
-        return sock.recv(1000)
-    return b""
-
-
-def slow_headers(sock: socket.socket) -> None:
-    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
-    assert dribbled(sock, b"x").startswith(b"HTTP/1.1 408")
-
-
-def nothing_sent(sock: socket.socket) -> None:
-    assert sock.recv(1000).startswith(b"HTTP/1.1 408")
-    assert sock.recv(1000) == b""
-
-
-def slow_body(sock: socket.socket) -> None:
-    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10000\r\n\r\n")
-    assert dribbled(sock, b" ").startswith(b"HTTP/1.1 408")
-
-
-def large_body(sock: socket.socket) -> None:
-    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n")
-    assert dribbled(sock, b" ").startswith(b"HTTP/1.1 413")
-    assert dribbled(sock, b" ")[:12] in (b"", b"HTTP/1.1 408"), "and the rest of the body is not waited for"
-
-
-def endless_body(sock: socket.socket) -> None:
-    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
-    with suppress(ConnectionError):
-        while True:  # the server ends it
-            sock.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
-
-
-def unread_answers(sock: socket.socket) -> None:
-    sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
-    poll = select.poll()
-    poll.register(sock, 0)
-    ((_, event),) = poll.poll(PATIENCE_S * 1000)
-    assert event & (select.POLLHUP | select.POLLERR)
-
-
-@pytest.mark.parametrize(
-    "client",
-    [slow_headers, nothing_sent, slow_body, large_body, endless_body, unread_answers],
-    ids=lambda one: one.__name__,
-)
-def test_a_client_is_cut_without_warmpath_serve(open_app: Cluster, client: Callable[[socket.socket], None]) -> None:
-    """Under `serve deploy`, with the variable of the docs, Ray's own server has the same bounds of slow clients.
-
-    docs: isolation
-    """
-    address = urlsplit(open_app.url)
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.settimeout(PATIENCE_S)
-        sock.connect((address.hostname, address.port))
-        client(sock)
-    assert HTTP.get(f"{open_app.url}/health").status_code == 200
-
-
 def test_serve_deploy_of_the_config_file(cluster: Cluster, tmp_path: Path) -> None:
     """`serve deploy cluster/serve_config.yaml` serves, and deploying again with other args changes the app in place.
 
@@ -382,3 +318,68 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: Cluster) ->
     too_many = cluster.chat("zeta", max_tokens=400)
     assert (too_many.status_code, too_many.headers["x-ratelimit-limit-tokens"]) == (429, "500")
     assert processes() == before
+
+
+def dribbled(sock: socket.socket, byte: bytes) -> bytes:
+    """Send a byte every half a second until the server answers or ends the connection; return its answer."""
+    with suppress(ConnectionError):
+        while not select.select([sock], [], [], 0.5)[0]:
+            sock.sendall(byte)
+        return sock.recv(1000)
+    return b""
+
+
+def slow_headers(sock: socket.socket) -> None:
+    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
+    assert dribbled(sock, b"x").startswith(b"HTTP/1.1 408")
+
+
+def nothing_sent(sock: socket.socket) -> None:
+    assert sock.recv(1000).startswith(b"HTTP/1.1 408")
+    assert sock.recv(1000) == b""
+
+
+def slow_body(sock: socket.socket) -> None:
+    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10000\r\n\r\n")
+    assert dribbled(sock, b" ").startswith(b"HTTP/1.1 408")
+
+
+def large_body(sock: socket.socket) -> None:
+    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n")
+    assert dribbled(sock, b" ").startswith(b"HTTP/1.1 413")
+    while dribbled(sock, b" "):  # the answer's other parts; the rest of the body is not waited for
+        pass
+
+
+def endless_body(sock: socket.socket) -> None:
+    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+    with suppress(ConnectionError):
+        while True:  # the server ends it
+            sock.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+
+
+def unread_answers(sock: socket.socket) -> None:
+    sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
+    poll = select.poll()
+    poll.register(sock, 0)
+    ((_, event),) = poll.poll(PATIENCE_S * 1000)
+    assert event & (select.POLLHUP | select.POLLERR)
+
+
+@pytest.mark.parametrize(
+    "client",
+    [slow_headers, nothing_sent, slow_body, large_body, endless_body, unread_answers],
+    ids=lambda one: one.__name__,
+)
+def test_a_client_is_cut_without_warmpath_serve(open_app: Cluster, client: Callable[[socket.socket], None]) -> None:
+    """Under `serve deploy`, with the variable of the docs, Ray's own server has the same bounds of slow clients.
+
+    docs: isolation
+    """
+    address = urlsplit(open_app.url)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(PATIENCE_S)
+        sock.connect((address.hostname, address.port))
+        client(sock)
+    assert HTTP.get(f"{open_app.url}/health").status_code == 200
