@@ -75,8 +75,9 @@ def test_queue_ahead_counts_everything_once(steps: list[tuple[str, int]]) -> Non
         elif action in ("report", "lie"):
             told = truth.report()
             if action == "lie":
-                told = msgspec.structs.replace(told, admitted={"me": 1 << (tokens % 62), "other": 99})
-                covered |= {number for number in truth.on_the_way if number <= 1 << (tokens % 62)}
+                lie = max(truth.last, 1 << (tokens % 62))
+                told = msgspec.structs.replace(told, admitted={"me": lie, "other": 99})
+                covered |= {number for number in truth.on_the_way if number <= lie}
             loads.report("a", told, 0.0)
             coming = [tokens for number, tokens in truth.on_the_way.items() if number not in covered]
             ahead = sum(truth.mine.values()) + truth.others + sum(coming)
