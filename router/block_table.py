@@ -1,4 +1,8 @@
-"""The holders of blocks: a slot (one bit) for each tier of a replica, and interned sets that many blocks share."""
+"""What the directory is made of: sets of holders, and the map from blocks to them.
+
+A holder is a slot (one bit) for a tier of a replica. Many blocks share a set, so sets are interned, and the map has
+only the number of each block's set.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""The cost of a request: by row, for scores, and at one replica, as reused, pulled and computed tokens.
+"""The parts of every policy: a view of one request and the replicas, candidates, and the order of rows.
 
-It chooses between pulling a prefix's KV from another replica and computing it. A pull may fail, and the chosen replica
-computes the missing tokens. Pure functions over a view. The estimate is the same for every policy, so that policies
-can be compared by it.
+It owns ties, rendezvous order and eligibility: full and blocked replicas are never chosen, quiet ones and those to
+avoid only when no other is open. A row is a replica's place in ``LoadTable``'s columns. Arrays here have one entry for
+each row.
+
+The cost of a request (``estimate``) is the same for every policy, so that policies can be compared by it. It chooses
+between pulling a prefix's KV and computing it; after a failed pull the chosen replica computes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
-"""Prefixes that a replica is computing now and its cache does not report yet.
+"""The map from blocks to the replicas that hold them, built from the feeds and read on every routing decision.
 
-This short record of unreleased decisions by placement key sends a second request for a cold prompt after the first.
+It covers all replicas and tiers. Its entries are hints: the replica's own cache decides. A replica that holds a block
+also holds the blocks before it, so ``match`` bisects. A hole (a lost or refused hint) can only make a prediction wrong.
+``ENDS_TIER`` differs: there, the deepest held block alone determines the match.
+
+Beside it: prefixes that a replica is computing now (``PendingPrefixes``), and the comparison with the digests that
+replicas report (``DriftChecks``).
 """
 
 from __future__ import annotations

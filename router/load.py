@@ -1,6 +1,11 @@
-"""One replica's load: its latest report, clamped to sane bounds, plus the requests that this router has sent since.
+"""Each replica's load: its latest report plus the requests that this router has sent since.
 
-A router decides more often than a replica reports, so ``apply_report`` and ``recompute_queue`` divide the work.
+The table owns reservations, and the policies' input as flat arrays with one row for each replica. No request counts
+twice: a report includes this router's requests up to the last admitted one, and the table adds only unreleased
+reservations with higher numbers. Callers pass in the time.
+
+``ReplicaLoad`` is a row of it. ``LoraResidency`` has the adapters in each replica's memory, and the wait for a load
+elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""The counters of a router's decisions. Every number only rises, and the ingress exports them to Prometheus."""
+"""What a router tells of itself.
+
+Counters for Prometheus, statistics of requests for autoscaling, its state, explanations.
+
+Counters only rise. A decision only records times and hashes, which are evaluated later. Memory is bounded. Documents
+are JSON-able, and their caller holds the lock of the objects that it passes in.
+"""
 
 import re
 from collections import Counter, defaultdict, deque

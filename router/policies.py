@@ -1,8 +1,10 @@
-"""The bound on the replicas that hold one prefix.
+"""The policies: estimated TTFT, and baselines. A new policy needs a rule here and its name in `settings.py`.
 
-Nobody counts demand: a hot prefix gets one more holder when waiting at the present ones costs more than a copy. When
-demand falls, ties send requests to one of them again, and the other copies age out. In a large cluster, a burst would
-copy a prefix everywhere, so ``max_holders`` bounds it.
+A rule is a pure function view -> ranked candidates. The view contains turn, randomness and time. A rule returns at most
+``limit`` eligible replicas, best first. An empty list means "wait".
+
+Nobody counts demand: a hot prefix gets one more holder when waiting at the present ones costs more than a copy
+(``closed_to_holders``). The chosen replica checks the decision once more (``is_outdated``).
 """
 
 from collections.abc import Callable

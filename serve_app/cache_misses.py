@@ -1,4 +1,7 @@
-"""The classification of the first difference between two texts."""
+"""The reasons of cache misses: a prompt is compared with its tenant's earlier ones, in threads beside the answers.
+
+``MissDetector`` remembers an ingress's prompts, ``explain`` compares, ``difference`` classifies the first difference.
+"""
 
 import asyncio
 import logging

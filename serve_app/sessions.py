@@ -4,6 +4,10 @@ A request that begins with nine tenths of an earlier prompt continues its sessio
 session. Clients change the end of earlier prompts, for example reminders for one turn. A session is live while its
 answer runs. After that it is live for the time in which nine of ten of its tenant's sessions returned, if its context
 is worth that. The memory is bounded by tenant. Not thread-safe.
+
+``SessionLimit`` is a tenant's limit on live sessions over all ingresses. Each ingress knows the sessions of its
+requests, only of tenants with the limit. It asks the others about a prompt that continues none of them; one that knows
+the session gives it up.
 """
 
 import time

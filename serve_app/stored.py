@@ -1,6 +1,7 @@
-"""Databases for sealed responses: SQLite or Postgres, with the same statements, or Redis. Names and data are opaque.
+"""A tenant's stored responses, sealed: without the secret, a database reveals no texts, tenants or ids.
 
-Any thread may call, and blocks. If a database cannot be used, a call raises one of its ``failures``.
+The databases: SQLite or Postgres, with the same statements, or Redis. Any thread may call them, and blocks. If one
+cannot be used, a call raises one of its ``failures``.
 """
 
 import asyncio

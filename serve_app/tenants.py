@@ -1,4 +1,7 @@
-"""The deployment secret: from the environment, from a private file, or created once."""
+"""API keys (as SHA-256) -> tenant; deployment secret and tenant -> a salt that others cannot guess.
+
+The secret comes from the environment or a private file, or is created once.
+"""
 
 import hmac
 import os

@@ -1,7 +1,11 @@
 """Makes spans and sends them to an OTLP collector in batches, in a thread: no request waits for the collector.
 
-OpenTelemetry's own environment variables set sampling, headers and the queue's size (docs: monitoring). The provider
-is not the process's global one, because Ray Serve may have its own spans there.
+OpenTelemetry's own environment variables set sampling, headers and the queue's size (docs: monitoring). The provider is
+not the process's global one, because Ray Serve may have its own spans there.
+
+``RequestTrace`` has a request's stages in its ingress, ``CallTrace`` its calls to replicas with the routing decisions,
+``ReplicaTrace`` what the replica's engine did. Attributes hold counts, names and reasons, but no text of prompts or
+answers, no key and no salt.
 """
 
 import os

@@ -1,6 +1,7 @@
-"""Usage by day, in memory or in a SQLite file, which several ingresses may share.
+"""Usage by tenant and day, in memory or in a SQLite file, which several ingresses may share, and its reports.
 
-``Ledger`` counts in the event loop; ``read`` and ``flush`` wait for the disk, so call them in a thread.
+``Ledger`` counts in the event loop; ``read`` and ``flush`` wait for the disk, so call them in a thread. ``Ledgers``
+writes regularly, and merges those of all ingresses on request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""The feed's data: endpoints, numbered messages and snapshot chunks. A snapshot request is only its nonce."""
+"""A feed without its sockets.
+
+Its messages, the sending half (``FeedSequencer``) and the receiving one (``FeedResequencer``).
+
+Sending, a mirror of the held hashes keeps snapshots consistent with sequence numbers, and checks digests. Receiving, a
+snapshot comes first, then every message once and in sequence. After a gap, a malformed message or silence it asks for
+another snapshot, with backoff. Memory is bounded, and callers pass in time and randomness.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The decay of hits over time, so that frequent and recent use makes a prefix hot."""
+"""Metric samples for transfer.
+
+A sample is (name, labels, number). A histogram yields samples in Prometheus's form. ``faded`` is the decay of hits, so
+that frequent and recent use makes a prefix hot.
+"""
 
 import math
 from bisect import bisect_left

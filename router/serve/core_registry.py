@@ -1,4 +1,9 @@
-"""Decisions that the ingress has not fetched yet, by request id. Beyond the limit, the oldest is dropped."""
+"""One RoutingCore for each deployment in a process, and the state that its Serve router shares with the ingress.
+
+Serve copies deployment classes into a process but imports this module by reference, so router and replica share it.
+
+The ingress fetches the decisions of its requests from there (``RecentDecisions``).
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable

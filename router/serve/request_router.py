@@ -1,4 +1,10 @@
-"""A queue of requests that no replica can accept yet. Tenants take turns, and one request at a time asks again."""
+"""The Serve adapter: Ray Serve's RequestRouter hooks around a RoutingCore.
+
+It maps Serve's replicas to the core's replica ids, and owns this loop's FeedSubscriber. It computes no scores and waits
+for no remote call. It routes calls with a ``RoutedRequest`` as first argument; the replica receives it with the
+router's ``decision``. Replicas call each other by ``target``. While no replica accepts more, requests wait in
+``WaitQueue``: tenants take turns, and one request at a time asks again.
+"""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The wire format of vLLM's KV events: bytes in, typed events out. A batch is msgpack, so vllm is not imported.
+"""vLLM's KV events: their wire format, and the blocks that they tell of by this project's hashes (``Chains``).
 
 A batch is [ts, events, data_parallel_rank]. Unknown fields are ignored. Source: vLLM's ``distributed/kv_events.py``.
 """

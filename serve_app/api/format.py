@@ -1,4 +1,7 @@
-"""Server-sent events: the framing and the headers. Each API defines the JSON and the end of the stream."""
+"""The output side of an API: a whole answer, the events of a streamed one, and errors.
+
+Tool calls and server-sent events have one form for all APIs here.
+"""
 
 from __future__ import annotations
 

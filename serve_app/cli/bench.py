@@ -1,4 +1,4 @@
-"""A client for OpenAI's streamed completions that measures token times and reads ``usage``."""
+"""`warmpath bench`: measure a running server's speed, its cache's benefit, and its behaviour beside a flood."""
 
 import asyncio
 import json

@@ -1,6 +1,7 @@
-"""An engine's counters, histograms and smoothed rates.
+"""What every engine tells: counters and smoothed rates, the last reservation of each router, outputs by submitter.
 
-Names are vLLM's suffixes under ``warmpath_``. Written by the engine's thread alone; any thread may read samples.
+Counters' names are vLLM's suffixes under ``warmpath_``. Written by the engine's thread alone; any thread may read
+samples.
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""One call to a replica: its reservation, its chunks and errors, and notices of abandoned calls."""
+"""Send a generation to a replica and receive its tokens; owns retries, and the mapping of Ray's errors to clients'.
+
+``Call`` is one call to a replica, with its reservation; ``Aborts`` tells replicas about abandoned ones.
+"""
 
 import asyncio
 import logging

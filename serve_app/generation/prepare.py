@@ -1,4 +1,9 @@
-"""The keys of a prompt's KV (cached scope roots) and of its placement. The secret stays in this module."""
+"""A validated request and its tenant -> one engine request for each sequence.
+
+Ids, keys, sampling values, length checks.
+
+``ScopeKeys`` has the keys of a prompt's KV and of its placement; the secret stays in it.
+"""
 
 import asyncio
 import hashlib

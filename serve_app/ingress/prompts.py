@@ -1,4 +1,7 @@
-"""Computes a version's KV on the replicas that its requests will use: the holders of another version."""
+"""Cut-over of prompts over HTTP: warm, promote and roll back at every ingress, which stores the state in a file.
+
+``Warmer`` computes a version's KV on the replicas that its requests will use: the holders of another version.
+"""
 
 import asyncio
 import logging

@@ -1,4 +1,7 @@
-"""One watcher's queue. It is bounded, and never makes a sender wait."""
+"""One viewer's picture, sent as a snapshot and then as differences (docs: api).
+
+All access rights apply here. A watcher's queue is bounded, and never makes a sender wait.
+"""
 
 import asyncio
 from collections import deque

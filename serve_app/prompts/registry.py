@@ -1,4 +1,8 @@
-"""The promoted version of each prompt name, stored in a file. Of two states, all ingresses use the higher one."""
+"""Registered prompts: a reference -> a tenant's text. The tokens of public ones are public in any prompt.
+
+The promoted version of each name is stored in a file; of two states, all ingresses use the higher one.
+``PromptTraffic`` counts the use of each version at one ingress, in bounded memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A router's decisions until their replica reports the first token, by prompt: equal prompts have equal keys."""
+"""What the plug-in remembers of requests: a router's open decisions, a replica's prefills and its latest answers.
+
+Decisions stay until their replica reports the first token, by prompt: equal prompts have equal keys.
+"""
 
 import time
 from collections import OrderedDict, deque

@@ -1,4 +1,7 @@
-"""Admission of requests: a request waits if its context would evict live sessions from the pool.
+"""Sessions of a replica's requests: a request may wait until its session's context fits.
+
+A waiting request is already in its engine's queue, like one that waits for a copy. So load reports count it, its time
+limit holds, and it ends like any other. All in the replica's loop.
 
 A request with most of its prompt cached starts at once. Another one waits while live sessions and its own context
 exceed the pool, unless its tenant's sessions and it fit the tenant's share, so that a flood delays only its own tenant.

@@ -1,4 +1,7 @@
-"""Cached segments of conversations, with token ids and block hashes, and public tokens. Callers hold ``lock``."""
+"""Parts of texts that tokenize separately to the same ids (``Segmenter``), and the cache of them (``SegmentCache``).
+
+A cached part of a conversation has its token ids and block hashes, and which are public. Callers hold its ``lock``.
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""The fields of OpenAI's and vLLM's bodies for sampling and for the form of an answer."""
+"""Parse OpenAI's chat completions and completions into ChatRequest and CompletionRequest.
+
+A field is refused if ignoring it would change the answer. Other unread fields are reported as unknown.
+"""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,10 @@
-"""A fixed pool of KV block ids with reference counts. Invariant: free + idle (only in the cache) + used = total."""
+"""The blocks of a pool.
+
+Their ids with reference counts (``BlockPool``), and the index of computed ones (``BlockIndex``).
+
+Invariant: free + idle (only in the cache) + used = total. A look-up compares a block's contents, not only its hash. Not
+thread-safe, except ``held`` and ``count_held``, which any thread may call for a hint.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

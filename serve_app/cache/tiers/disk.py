@@ -1,9 +1,12 @@
-"""The disk tier's directory: one file for each KV block, in a slot held by one engine.
+"""The disk tier: one file for each KV block, in a slot of its directory held by one engine.
 
 It owns names, modes, the atomic write and the slot's lock. A file is written whole or not at all, and checked before
 use. A saved block's name ends in ``.saved``, or ``.TIME.saved`` if the save expires (Unix time), so a rename marks it.
 Paths of blocks are plain strings, because pathlib would take a third or more of the time for a small file, and it
 interns every name.
+
+``DiskTier`` has tenants' shares of the space and the expiry of saves. Only the queue's thread stores, loads and marks.
+Any thread may look up.
 """
 
 import contextlib

@@ -1,4 +1,9 @@
-"""The KV that a step's rows attend to: runs of the pool read in place, copied blocks, and new tokens.
+"""The paged KV pool, and a step over it: one packed row of T tokens, with its sequences one after another.
+
+Slot ``block * block_size + i`` of a layer holds token i of a block: keys and values [slots, kv_heads, head_dim]. With
+blocks [7, 3] of 16, positions 0 to 20 have their KV in slots 112 to 127 and 48 to 52; slots 53 to 63 are stale.
+
+The KV that a step's rows attend to: runs of the pool read in place, copied blocks, and new tokens.
 
 On a CPU a long run is read in place, once for all rows that begin with it; short or scattered blocks are copied.
 For instance two rows after 512 tokens in common, with blocks of 16::

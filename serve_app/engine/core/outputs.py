@@ -1,6 +1,9 @@
-"""The events of an engine's pool and of the tiers below it, in the order in which they happened.
+"""The ends of a step.
 
-A digest among the events shows listeners whether their view is exact. Belongs to the engine's loop.
+Its results become tokens and ends (``OutputProcessor``), and its events leave (``CacheEvents``).
+
+A request that ends is removed everywhere, in order. Events of the pool and of the tiers below are in the order in which
+they happened; a digest among them shows listeners whether their view is exact. Belongs to the engine's loop.
 """
 
 import logging

@@ -1,6 +1,8 @@
-"""The engine's writes to the tiers: spills of evicted blocks, saves, and the ends of saves.
+"""Loads evicted blocks from the tiers back into the engine's pool before a prefill.
 
-Called by the loop alone. From creation to ``close`` it is notified of every eviction and of every pin's end.
+Called by the loop alone, except ``samples``. A block is loaded only if its prefix digest equals the request's.
+
+``TierSpiller`` writes: it is notified of every eviction and of every pin's end, from its creation to ``close``.
 """
 
 import math

@@ -1,4 +1,9 @@
-"""An adapter's tensors, checked against the model: a pair of matrices per layer, with the scale multiplied in."""
+"""LoRA on a packed step: forward hooks on linear layers add the product of its sequence's adapter to every row.
+
+The adapters with slots lie side by side and share one pair of products; a mask limits every row to its own adapter.
+
+An adapter's tensors are checked against the model first: a pair of matrices per layer, with the scale multiplied in.
+"""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Copy blocks out of a pool's tensor and back, as raw bytes.
-
-On the CPU a numpy copy per block is three times as fast as torch's gather and wakes no OpenMP workers.
-"""
+"""Run steps on an unmodified transformers causal language model: segments in, sampled tokens or failures out."""
 
 import os
 from collections.abc import Sequence

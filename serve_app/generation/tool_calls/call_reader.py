@@ -1,4 +1,7 @@
-"""Split the calls off one choice's text, and assemble whole choices."""
+"""Split the calls off one choice's text, and assemble whole choices.
+
+The model sees more tools than a request may allow, so that their prompt stays the same: ``AllowedCalls``.
+"""
 
 from collections.abc import Mapping
 from typing import Any

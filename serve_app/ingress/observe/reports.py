@@ -1,4 +1,7 @@
-"""The document of /v1/cache/state: replicas, load, cached bytes and tokens, hit rates. It holds no prompt's text."""
+"""Documents for operators and tenants: /v1/cache/state, /v1/cache/explain and /v1/cache/sessions.
+
+None holds a prompt's text. Explain tells the replica that a request would go to now, and why, without sending it.
+"""
 
 import asyncio
 import time

@@ -1,4 +1,10 @@
-"""The receipt of a joining or leaving replica, and counters of the blocks that replicas took over."""
+"""A leaving replica gives its peers the blocks that only it holds, while its streams continue.
+
+Owns the choice of receivers: saves and public prompts first, then the hottest. Each block goes to the peer lacking the
+fewest others for it, and only into free or colder space. If that peer is dead or full, the next one gets it.
+
+A receipt of what was taken over, and its counters, are for joining replicas too.
+"""
 
 import asyncio
 import logging

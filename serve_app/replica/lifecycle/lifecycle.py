@@ -1,6 +1,7 @@
-"""Detects that a replica is being stopped: its own router still lists its peers, but no longer the replica itself.
+"""A replica's joining and leaving, in its loop: pre-warm at its start; hand-over and end of streams at its stop.
 
-Serve reports the stop only after the last stream. Knows no engine. Runs in the replica's loop, except ``heard``.
+``Departure`` detects the stop: the replica's own router still lists its peers, but no longer the replica itself. Serve
+reports it only after the last stream.
 """
 
 import asyncio

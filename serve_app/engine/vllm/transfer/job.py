@@ -1,4 +1,7 @@
-"""Read and write blocks of an engine's layers, in its order, as rows of bytes. Knows torch and no vllm."""
+"""Jobs of one-token requests for the connector, and how vLLM runs them; copies go first.
+
+Blocks of an engine's layers are rows of bytes, in its order. Knows torch and no vllm.
+"""
 
 from __future__ import annotations
 
