@@ -114,8 +114,9 @@ class Admission:
         return started
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the histogram of waiting times."""
-        return self._waits_s.samples("warmpath_wait_seconds", (("place", "session"),))
+        """Yield the histogram of waiting times, under its own name too, which boards have."""
+        yield from self._waits_s.samples("warmpath_wait_seconds", (("place", "session"),))
+        yield from self._waits_s.samples("warmpath_session_wait_seconds")
 
     def look_again_s(self) -> float:
         """Return the time at which more requests may start even if none ends; infinite without waiting requests."""

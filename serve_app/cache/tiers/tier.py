@@ -6,6 +6,7 @@ calls a tier; only one behind a ``TierQueue`` has a thread. A batch has children
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,8 +124,8 @@ class LoadRule:
         return False
 
 
-class Tier:
-    """One tier. What has a body here is optional.
+class Tier(ABC):
+    """One tier. What is not abstract here is optional.
 
     ``counts``: since the start. ``expected_bytes_per_s``: its bandwidth until measured. ``keeps``: blocks outlive the
     process, and saves go there. ``below``: the next slower tier, which gets the blocks evicted here. ``index``: what
@@ -143,17 +144,19 @@ class Tier:
         self.load_seconds = Histogram(_LOAD_BUCKETS_S)
         self._size_bytes = parts.size_bytes
 
+    @abstractmethod
     def holds(self, wanted: Wanted | TierBlock) -> bool:
         """Return whether a block is here, or worth a ``load`` that may find it."""
-        raise NotImplementedError
 
     def row(self, block_hash: bytes) -> Row | None:
         """Return the bytes of a block that needs no load, a view until the next ``put``."""
         return None
 
     def load(self, wanted: Sequence[Wanted]) -> TierLoad:
-        """Start reading blocks without a ``row``, parents first."""
-        raise NotImplementedError
+        """Start reading blocks without a ``row``, parents first; nothing where every block has one."""
+        load = TierLoad(self, wanted)
+        load.done = True
+        return load
 
     def loaded(self, blocks: int, duration_s: float) -> None:
         """Note a load's duration; one that found nothing says nothing about the bandwidth."""
@@ -161,30 +164,30 @@ class Tier:
         if blocks:
             self.rule.observe(blocks * self._size_bytes, duration_s)
 
+    @abstractmethod
     def put(self, blocks: Sequence[TierBlock], read: ReadRows, saved_until_s: float | None = None) -> bool:
         """Store a batch; blocks already here are only marked as used. Return whether all are or will be stored.
 
         ``saved_until_s``: the expiry of their save (Unix time), for a tier that ``keeps``.
         """
-        raise NotImplementedError
 
-    def learn(self, scope: bytes, root: bytes) -> None:
+    def learn(self, scope: bytes, root: bytes) -> None:  # noqa: B027
         """Note the keyed root of a scope, by the scope's digest, before any block of it is put or wanted."""
 
-    def use(self, hashes: Sequence[bytes]) -> None:
+    def use(self, hashes: Sequence[bytes]) -> None:  # noqa: B027
         """Mark blocks with a ``row``, children first, as the most recently used."""
 
-    def mark(self, hashes: Sequence[bytes], saved_until_s: float | None) -> None:
+    def mark(self, hashes: Sequence[bytes], saved_until_s: float | None) -> None:  # noqa: B027
         """Set the expiry of blocks' saves; None: not saved."""
 
+    @abstractmethod
     def clear(self) -> None:
         """Forget all blocks, including saved ones."""
-        raise NotImplementedError
 
-    def wait_for_room(self, blocks: int, deadline_s: float) -> None:
+    def wait_for_room(self, blocks: int, deadline_s: float) -> None:  # noqa: B027
         """Block until ``put`` takes ``blocks``, or as many as it ever does, or until ``deadline_s`` (monotonic)."""
 
-    def close(self, deadline_s: float) -> None:
+    def close(self, deadline_s: float) -> None:  # noqa: B027
         """Give what ends with the process to a tier that ``keeps``, until about ``deadline_s`` (monotonic)."""
 
     def samples(self, labels: Labels) -> Iterable[Sample]:

@@ -124,7 +124,7 @@ def model(look: Look) -> Iterator[Finding]:
     yield from _refusal("max_model_len", lambda: max_model_len(settings, info))
     yield from _blocks(settings, fields.get("text_config", fields))
     if settings.engine_traits.built_in and settings.model not in BUILT_IN:
-        yield from _tried("model", "serve_app.engine.attention.interface", "served_config", str(info.path))
+        yield from _tried("model", "serve_app.engine.attention.supported", "served_config", str(info.path))
     if settings.chat_template is not None:
         own = {"chat_template": settings.chat_template}
         yield from _tried("chat_template", "serve_app.tokenization.tokenizer", "PromptTokenizer", str(info.path), **own)

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
 from serve_app.engine.adapter_slots import LoadedAdapters
-from serve_app.engine.attention.interface import IMPLEMENTATION, UnsupportedModel, refuse_unsupported, served_config
+from serve_app.engine.attention.interface import IMPLEMENTATION
 from serve_app.engine.attention.paging import KvPool, PagedStep, plan_step
+from serve_app.engine.attention.supported import UnsupportedModel, refuse_unsupported, served_config
 from serve_app.engine.lora.layers import AdapterWeights, LoraLayers, adaptable_layers, adapter_weights
 from serve_app.engine.lora.peft_files import read_described
 from serve_app.engine.protocol import AdapterSpec

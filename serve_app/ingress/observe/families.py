@@ -143,6 +143,9 @@ warmpath_sessions: replica state
 warmpath_session_returns_total: replica outcome
     Requests that continued a session. hit: at least nine tenths of their common prefix with its last prompt were
     still cached; missed: less, and the rest was computed again.
+warmpath_session_wait_seconds: replica (histogram)
+    Time that requests waited for capacity for their contexts beside live sessions, at most `session_wait_s`: the same
+    as warmpath_wait_seconds with place session.
 warmpath_session_seconds: replica (histogram)
     Time from a session's first request to the end of its last answer, counted when the session is dropped.
 warmpath_session_unused_tokens_total: replica
@@ -355,7 +358,7 @@ LABELS = {
     "state": "for blocks `used`, `cached`, `free`; for adapters `loaded`, `slots`, `running`; for sessions "
     "`running`, `paused`, `waiting`, `left`",
     "outcome": "one of a few words; the family's text explains unclear ones",
-    "tier": "`host` or `disk`",
+    "tier": "`host`, `disk` or `object`",
     "reason": "one of a few words. For decisions, `cached`: the replica holds the longest prefix; `in_flight`: it is "
     "computing the same prefix; `cold`: no replica holds any; `load_spill`: the holder is too busy; `only_replica`: "
     "no other replica is available; others name the policy's rule. For misses: see "

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 from serve_app.engine.attention import paging as reads
-from serve_app.engine.attention.interface import UnsupportedModel, paged_attention, refuse_unsupported
+from serve_app.engine.attention.interface import paged_attention
 from serve_app.engine.attention.paging import KvPool, plan_step
+from serve_app.engine.attention.supported import UnsupportedModel, refuse_unsupported
 from serve_app.engine.protocol import SamplingParams
 from serve_app.engine.step import Segment, block_runs, ceil_div
 from tests.serve_app.conftest import MakeEngine, Reference

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, Granit
 from benchmarks.common.virtual_clock import VirtualClock
 from serve_app.config.app import AppConfig
 from serve_app.config.cache import CPU_POOL_BYTES
-from serve_app.engine.attention.interface import UnsupportedModel
+from serve_app.engine.attention.supported import UnsupportedModel
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import MAX_TOLD_TOKENS, SamplingParams, TokenLogprob, prompt_outputs
 from serve_app.engine.runner import prompt_logprobs
