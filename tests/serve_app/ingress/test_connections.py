@@ -33,8 +33,6 @@ class Door:
     async def application(self, scope: Any, receive: Any, send: Any) -> None:
         while scope["path"] == "/wait" and not self.go.is_set():  # noqa: ASYNC110 (another thread sets it)
             await asyncio.sleep(0.005)
-        if scope["path"] == "/block":
-            time.sleep(2 * connections.HEADER_TIMEOUT_S)  # noqa: ASYNC251 (the loop is busy)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/long":
             for _ in range(LONG >> 16):
@@ -176,15 +174,21 @@ def test_connections_without_a_request_make_room(door: Door, monkeypatch: pytest
         assert busy.getresponse().read() == b"whole"
 
 
-def test_a_server_that_was_busy_for_long_cuts_nobody(door: Door) -> None:
-    """What has arrived meanwhile is read after that, though the time of its headers is over."""
-    with closing(door.connected()) as connection, closing(door.connected()) as blocking:
-        connection.sock.sendall(b"GET / HTTP/1.1\r\n")
-        time.sleep(2 * connections.LOOK_S)  # a look has seen it
-        blocking.request("GET", "/block")
-        time.sleep(2 * connections.LOOK_S)
-        connection.sock.sendall(b"Host: x\r\n\r\n")
-        assert connection.sock.recv(1000).startswith(b"HTTP/1.1 200")
+def test_a_server_that_was_busy_for_long_cuts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is that of looks: what clients have sent meanwhile is read between two of them."""
+    monkeypatch.setattr(connections, "LOOK_S", 0.001)
+    times: list[float] = []
+
+    class Busy(connections.ConnectionGuard):
+        def look(self, now_s: float) -> None:
+            times.append(now_s)
+            if len(times) == 3:
+                raise asyncio.CancelledError
+            time.sleep(20 * connections.LOOK_S)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(Busy(()).run())
+    assert times == [0.0, 0.001, 0.002]
 
 
 @pytest.mark.parametrize(
