@@ -90,12 +90,13 @@ class Completions:
                     stage("wait")
                     generations = await self.preparer.prepare(wanted, tenant, request_id, deadline_s=deadline.at_s)
                     generations = self.readers.after_reasoning(wanted, generations)
+                    prompts = generations[:: wanted.n]
+                    prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
+                    allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
+                    await allowance.prepared(prompts)
                     stage("prepare")
                 if trace is not None:
                     generations = [structs.replace(made, traceparent=trace.traceparent) for made in generations]
-                prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
-                allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
-                await allowance.prepared(generations[:: wanted.n])
                 meter = AnswerMeter(
                     self.observers, self.metrics, wanted, generations, arrived, body_bytes, allowance, trace
                 )

@@ -40,6 +40,8 @@ _STANDARD = re.compile(
     r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
 )
 _NONE: Mapping[str, Level] = {}
+MOST_DECIMALS = 8
+"""Of `multipleOf`. With more, llguidance 1.x counts over 32 bits: it takes 680 for a multiple of 7e-9."""
 _MAX_ROUNDS = 16
 """Rounds over all references to find those that end; it takes as many as references lead to one another."""
 _MAX_PAIRS = 20_000
@@ -164,6 +166,10 @@ class _Walk:
             del schema["format"]
             if _may_be(schema, "string") and isinstance(asked, str):
                 self._found.left_out.append(SchemaKeyword(f"format: {asked[:40]}", path))
+        step = schema.get("multipleOf")
+        if isinstance(step, float) and math.isfinite(step) and round(step, MOST_DECIMALS) != step:
+            del schema["multipleOf"]
+            self._found.left_out.append(SchemaKeyword("multipleOf", path))
         standard = schema.get("$schema")
         if isinstance(standard, str) and not _STANDARD.fullmatch(standard):
             del schema["$schema"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serve_app.api.request import ToolUse
@@ -251,6 +251,7 @@ SCHEMAS = st.recursive(LEAVES | st.booleans(), _larger, max_leaves=6).filter(lam
 
 
 @settings(max_examples=300)
+@example(schema={"multipleOf": 7e-9}, strict=False, forced=False, seed=1)
 @given(schema=SCHEMAS, strict=st.booleans(), forced=st.booleans(), seed=st.integers(0, 99))
 def test_no_schema_fails_an_answer(
     compiler: GrammarCompiler, tokenizer: PromptTokenizer, schema: Any, strict: bool, forced: bool, seed: int
