@@ -24,7 +24,7 @@ _TTFT_CELLS_S = (
     *(low * (high / low) ** (step / _STEPS) for low, high in pairwise(_ENDS_S) for step in range(_STEPS)),
     _ENDS_S[-1],
 )
-"""The cells of times: /metrics shows every fifth, the page takes quantiles of all, with an error of at most 8 %."""
+"""The cells of times: /metrics shows every fifth, the page takes quantiles of all, with an error of at most 7 %."""
 
 GENERATIONS = frozenset({"chat", "completions", "messages", "responses"})
 """The endpoints that generate. Only they are in the figures of requests."""
