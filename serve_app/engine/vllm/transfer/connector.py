@@ -104,9 +104,9 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Store the worker's layers, and write a description of them."""
         self._rows = rows = BlockRows(kv_caches, self._num_blocks)
-        dtype, chip = str(rows.dtype).removeprefix("torch."), _chip(next(iter(kv_caches.values())).device)
-        axes = f"vllm {vllm.__version__} on {chip}: layers {', '.join(rows.names)}; block"
-        part = KvPart(dtype, (len(rows.names), *rows.shape), axes=axes)
+        chip = _chip(next(iter(kv_caches.values())).device)
+        axes = f"vllm {vllm.__version__} on {chip}: {rows.layout}"
+        part = KvPart("uint8", (rows.block_bytes,), axes=axes)
         (self._directory / rank_file(LAYOUT_FILE, self._parallel.rank)).write_bytes(msgspec.json.encode(part))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

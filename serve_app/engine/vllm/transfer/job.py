@@ -5,8 +5,10 @@ Blocks of an engine's layers are rows of bytes, in its order. Knows torch and no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, groupby
+from math import prod
+from operator import itemgetter
 from typing import Any, Literal
 
 import msgspec
@@ -22,44 +24,44 @@ from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, shares_
 
 
 class BlockRows:
-    """The layers' tensors; their first dimension is the pool's blocks. ``block_bytes``: bytes of a row."""
+    """The layers' tensors, of any shapes; their first dimension is the pool's blocks. ``block_bytes``: of a row.
+
+    ``layout``: what a row holds, in its order. Rows of equal layouts fit each other.
+    """
 
     def __init__(self, layers: Mapping[str, torch.Tensor], num_blocks: int | None = None) -> None:
-        """Raise ValueError if the layers' KV differs in shape or dtype: one format cannot describe a block then.
-
-        ``num_blocks``: the pool's; kernels of a GPU may divide each into equal parts, which follow each other.
-        """
+        """``num_blocks``: the pool's; kernels of a GPU may divide each into equal parts, which follow each other."""
         if num_blocks is not None:
             whole = {name: _divided(layer, num_blocks) for name, layer in layers.items()}
             layers = {name: layer[:, 0] if layer.shape[1] == 1 else layer for name, layer in whole.items()}
-        kinds = {(layer.dtype, layer.shape) for layer in layers.values()}
-        if len(kinds) != 1:
-            raise ValueError(f"the layers' KV is of {len(kinds)} kinds")
-        ((self.dtype, shape),) = kinds
-        self.names = tuple(layers)
-        self.shape = tuple(shape[1:])
         self._layers = tuple(layers.values())
-        self._values = int(np.prod(self.shape))
-        self._width = self.dtype.itemsize * self._values
-        self.block_bytes = self._width * len(self._layers)
+        kinds = [f"{str(layer.dtype).removeprefix('torch.')}{list(layer.shape[1:])}" for layer in self._layers]
+        named = groupby(zip(kinds, layers, strict=True), itemgetter(0))
+        self.layout = "; ".join(f"{kind} of {', '.join(name for _, name in same)}" for kind, same in named)
+        self._widths = [layer.itemsize * prod(layer.shape[1:]) for layer in self._layers]
+        self.block_bytes = sum(self._widths)
 
     def read(self, block_ids: Sequence[int]) -> Row:
         """Return the rows [blocks, block_bytes] of blocks."""
         rows = np.empty((len(block_ids), self.block_bytes), np.uint8)
-        for index, layer in enumerate(self._layers):
-            own = layer[list(block_ids)].cpu().reshape(len(block_ids), self._values).contiguous().view(torch.uint8)
-            rows[:, index * self._width : (index + 1) * self._width] = own.numpy()
+        for layer, own in self._parts(rows):
+            own[:] = layer[list(block_ids)].cpu().flatten(1).contiguous().view(torch.uint8).numpy()
         return rows
 
     def write(self, block_ids: Sequence[int], rows: Row) -> None:
         """Write rows into blocks. Raises ValueError, changing nothing, if their shape does not fit."""
         if rows.shape != (len(block_ids), self.block_bytes):
             raise ValueError(f"rows of shape {rows.shape} for {len(block_ids)} blocks")
-        for index, layer in enumerate(self._layers):
-            own = np.ascontiguousarray(rows[:, index * self._width : (index + 1) * self._width])
-            layer[list(block_ids)] = (
-                torch.from_numpy(own).view(self.dtype).reshape(len(block_ids), *self.shape).to(layer.device)
-            )
+        for layer, own in self._parts(rows):
+            values = torch.from_numpy(np.ascontiguousarray(own)).view(layer.dtype)
+            layer[list(block_ids)] = values.view(len(block_ids), *layer.shape[1:]).to(layer.device)
+
+    def _parts(self, rows: Row) -> Iterator[tuple[torch.Tensor, Row]]:
+        """Yield each layer with its columns of ``rows``."""
+        end = 0
+        for layer, width in zip(self._layers, self._widths, strict=True):
+            end += width
+            yield layer, rows[:, end - width : end]
 
 
 def _divided(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:

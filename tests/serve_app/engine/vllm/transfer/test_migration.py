@@ -36,10 +36,10 @@ Prompts = st.lists(
 
 
 def layers(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Two layers' KV, blocks first; the second is not contiguous, as some kernels want it."""
+    """Three layers' KV, blocks first: the second is not contiguous, as some kernels want it, the last a drafter's."""
     generator = torch.Generator().manual_seed(1)
-    made = [torch.rand(BLOCKS, 3, SIZE, 2, generator=generator).to(dtype) for _ in range(2)]
-    return {"a": made[0], "b": made[1].transpose(2, 3).contiguous().transpose(2, 3)}
+    made = [torch.rand(BLOCKS, 3, SIZE, heads, generator=generator).to(dtype) for heads in (2, 2, 1)]
+    return {"a": made[0], "b": made[1].transpose(2, 3).contiguous().transpose(2, 3), "draft": made[2]}
 
 
 def prefix_of(scope: PrefixScope, ids: np.ndarray | list[int]) -> HashedTokens:
@@ -48,7 +48,7 @@ def prefix_of(scope: PrefixScope, ids: np.ndarray | list[int]) -> HashedTokens:
 
 
 class Pool:
-    """A vLLM of two ranks that runs jobs, and the known blocks; ``now_s`` advances 1 s per prompt."""
+    """A vLLM of three ranks that runs jobs, and the known blocks; ``now_s`` advances 1 s per prompt."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self.now_s = self.kv_usage = 0.0
@@ -57,7 +57,7 @@ class Pool:
         if directory is not None:
             directory.mkdir()
             for rank, own in enumerate(self.ranks):
-                part = KvPart("float32", (1, *own.shape), axes=f"vllm 0.32.0 on AVX2: layers {own.names}; block")
+                part = KvPart("uint8", (own.block_bytes,), axes=f"vllm 0.32.0 on AVX2: {own.layout}")
                 Path(rank_file(str(directory / LAYOUT_FILE), rank)).write_bytes(msgspec.json.encode(part))
         self.directory = directory or Path("/none")
         self.held, self.pins, self.jobs = VllmPool(SIZE, 100, lambda: self.now_s), Pins(BLOCKS), list[TransferJob]()
@@ -65,7 +65,7 @@ class Pool:
 
     def make(self, *, transfer: bool) -> VllmMigration:
         settings, facts = (
-            VllmSettings("m", block_size=SIZE, transfer=transfer, pipeline_parallel_size=2),
+            VllmSettings("m", block_size=SIZE, transfer=transfer, pipeline_parallel_size=3),
             ModelFacts(VOCAB, 1000, BLOCKS),
         )
         return VllmMigration(
@@ -189,8 +189,14 @@ def test_rows_that_do_not_fit_change_nothing() -> None:
         with pytest.raises(ValueError, match="rows of shape"):
             rows.write([3], wrong)
     assert all(torch.equal(layer, layers(torch.float32)[name]) for name, layer in target.items())
-    with pytest.raises(ValueError, match="of 2 kinds"):
-        BlockRows({"a": torch.zeros(2, 2), "b": torch.zeros(2, 3)})
+
+
+def test_rows_of_other_layers_have_another_layout() -> None:
+    """A drafter's layers, or another order, make another format; nothing of it is loaded."""
+    own = layers(torch.float32)
+    assert BlockRows(own).layout == "float32[3, 2, 2] of a, b; float32[3, 2, 1] of draft"
+    others = [{"a": own["a"], "b": own["b"]}, dict(reversed(own.items())), layers(torch.bfloat16)]
+    assert len({BlockRows(made).layout for made in (own, *others)}) == 4
 
 
 def test_a_job_crosses_to_the_core() -> None:
