@@ -2,12 +2,13 @@
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from serve_app.engine.protocol import CheckpointInfo as CheckpointInfo
 
 SAMPLE_BYTES = 256
 """The bytes from each tensor's middle for the fingerprint."""
@@ -18,17 +19,6 @@ _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "m
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be served. The message contains the remedy."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointInfo:
-    """A checkpoint's facts. ``fingerprint``: 32 hex digits, see ``load_checkpoint_info``."""
-
-    path: Path
-    fingerprint: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
 
 
 class _AddedToken(msgspec.Struct):

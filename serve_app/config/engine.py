@@ -1,4 +1,4 @@
-"""The engines and their settings. Each has an entry in ``ENGINES`` and in `replica/engine_factory.py`."""
+"""The engines and their settings. A new engine is a package, its name in ``EngineName``, and a row in ``ENGINES``."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -72,12 +72,14 @@ CAPABILITIES: dict[Capability, CapabilitySettings] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """An engine's traits. ``can``: its optional capabilities. ``simulated``: no model runs.
+    """An engine's traits. ``maker``: where its ``engine.protocol.EngineMaker`` is, as "module:name".
 
+    ``can``: its optional capabilities. ``simulated``: no model runs.
     ``built_in``: it loads models with transformers. ``missing``: the reason why it cannot be used in this environment,
     or "". ``defaults``, ``cpu_defaults`` (without GPUs): its own defaults of settings.
     """
 
+    maker: str
     can: frozenset[Capability]
     simulated: bool = False
     built_in: bool = False
@@ -93,14 +95,15 @@ class EngineTraits:
 _BUILT_IN: frozenset[Capability] = frozenset({"prefixes", "copies", "saves", "tiers", "adapters", "step_time"})
 
 ENGINES: dict[EngineName, EngineTraits] = {
-    "torch": EngineTraits(_BUILT_IN, built_in=True),
+    "torch": EngineTraits("serve_app.replica.engine_factory:TORCH", _BUILT_IN, built_in=True),
     "vllm": EngineTraits(
+        "serve_app.replica.engine_factory:VLLM",
         frozenset({"prefixes", "copies", "saves", "adapters", "ranks", "ngram"}),
         missing=lambda: VLLM_MISSING if vllm_missing() else "",
         defaults={"kv_pull": False, "prewarm": False, "handover": False, "pin_budget": 0.0},
         cpu_defaults={"block_size": VLLM_CPU_BLOCK_SIZE},
     ),
-    "simulated": EngineTraits(_BUILT_IN, simulated=True),
+    "simulated": EngineTraits("serve_app.replica.engine_factory:SIMULATED", _BUILT_IN, simulated=True),
 }
 
 

@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ from router.protocol.request import RoutedRequest
 from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
+from serve_app.config.app import AppConfig
 from serve_app.engine.sampling_params import SamplingParams as SamplingParams
 from serve_app.engine.sampling_params import TokenLogprob as TokenLogprob
 from serve_app.engine.sampling_params import TokenMatcher as TokenMatcher
@@ -364,12 +366,14 @@ class Engine(Protocol):
 
     def tell_cache(self, *, anew: bool = False) -> None:
         """Send pending events and a ``CacheDigest`` to the event sink (any thread, waits); ``anew``: blocks first."""
+        return
 
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         """Divide cache and memory among these tenants by weight from now on; explicit saves of others end.
 
         An empty mapping means one tenant. Waits for the current step. Raises ValueError for an invalid weight.
         """
+        return
 
     @property
     def adapters(self) -> Adapters:
@@ -392,6 +396,7 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Check again whether each request's ``remote_kv`` is done (any thread)."""
+        return
 
 
 class AdapterError(ValueError):
@@ -459,3 +464,23 @@ class NoTransfer:
 
 
 NO_ADAPTERS, NO_TRANSFER = NoAdapters(), NoTransfer()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A checkpoint's facts. ``fingerprint``: 32 hex digits, see ``checkpoints.checkpoint.load_checkpoint_info``."""
+
+    path: Path
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMaker:
+    """Builds an engine; the other fields return a sentence for each unsupported setting or model (config.json)."""
+
+    build: Callable[[AppConfig, CheckpointInfo, EventSink], Engine]
+    refused_settings: Callable[..., list[str]] = lambda _, *, on_cpu: []
+    refused_model: Callable[..., list[str]] = lambda _, __, *, on_cpu: []

@@ -3,8 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import pkgutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,9 +14,8 @@ from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
 from serve_app.config.app import AppConfig
 from serve_app.config.cache import CPU_POOL_BYTES
-from serve_app.config.engine import EngineName
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import Engine, EventSink
+from serve_app.engine.protocol import Engine, EngineMaker, EventSink
 from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
@@ -36,12 +35,18 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
     """Return the engine, not started. Raises ValueError for unfit settings, and the errors of ``load_runner``."""
     if refused := config.lacking():
         raise ValueError("; ".join(refused))
-    return MAKERS[config.engine].build(config, info, event_sink)
+    return maker_of(config).build(config, info, event_sink)
+
+
+def maker_of(config: AppConfig) -> EngineMaker:
+    """Return the maker of the engine."""
+    maker: EngineMaker = pkgutil.resolve_name(config.engine_traits.maker)
+    return maker
 
 
 def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
     """Return a sentence for each setting that the engine cannot follow."""
-    return config.lacking() + MAKERS[config.engine].refused_settings(config, on_cpu=on_cpu)
+    return config.lacking() + maker_of(config).refused_settings(config, on_cpu=on_cpu)
 
 
 def _torch_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
@@ -145,17 +150,6 @@ def _settings(kind: type[T], config: AppConfig, **own: Any) -> T:
     return kind(**{**same, "num_threads": num_threads, "tenant_shares": config.cache_shares, **own})
 
 
-@dataclass(frozen=True, slots=True)
-class EngineMaker:
-    """Builds an engine; the other fields return a sentence for each unsupported setting or model (config.json)."""
-
-    build: Callable[[AppConfig, CheckpointInfo, EventSink], Engine]
-    refused_settings: Callable[..., list[str]] = lambda _, *, on_cpu: []
-    refused_model: Callable[..., list[str]] = lambda _, __, *, on_cpu: []
-
-
-MAKERS: dict[EngineName, EngineMaker] = {
-    "torch": EngineMaker(_torch_engine),
-    "vllm": EngineMaker(_vllm_engine, vllm_refusals.refused_settings, vllm_refusals.refused_model),
-    "simulated": EngineMaker(_simulated_engine),
-}
+TORCH = EngineMaker(_torch_engine)
+VLLM = EngineMaker(_vllm_engine, vllm_refusals.refused_settings, vllm_refusals.refused_model)
+SIMULATED = EngineMaker(_simulated_engine)

@@ -11,9 +11,17 @@ from ray.serve import Application
 from router.protocol.events import LoadReport, StatsReport
 from serve_app import app
 from serve_app.config.engine import ENGINES, EngineTraits
-from serve_app.engine.protocol import Engine, EngineOutput, EngineRequest, FirstToken, OutputSink, Prefilled, SaveResult
+from serve_app.engine.protocol import (
+    Engine,
+    EngineMaker,
+    EngineOutput,
+    EngineRequest,
+    FirstToken,
+    OutputSink,
+    Prefilled,
+    SaveResult,
+)
 from serve_app.engine.reports import RouterReservations
-from serve_app.replica.engine_factory import MAKERS, EngineMaker
 from serve_app.replica.replica import Replica
 
 
@@ -61,12 +69,12 @@ class TinyEngine(Engine):
             self._live.discard(name)
 
 
-ENGINES["simulated"] = EngineTraits(frozenset(), simulated=True)
-MAKERS["simulated"] = EngineMaker(lambda *_: TinyEngine())
+MAKER = EngineMaker(lambda *_: TinyEngine())
+ENGINES["simulated"] = EngineTraits(f"{__name__}:MAKER", frozenset(), simulated=True)
 
 
 class TinyReplica(Replica):
-    """The product's replica; its process imports this module, which names the engine in the two tables."""
+    """The product's replica; its process imports this module, which names the engine in the table."""
 
 
 def build(args: Mapping[str, Any]) -> Application:

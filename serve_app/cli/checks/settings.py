@@ -23,7 +23,7 @@ from serve_app.config.cache import CPU_POOL_BYTES
 from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.vllm_reader import PARSERS, check_parser
 from serve_app.prompts.registry import Prompts
-from serve_app.replica.engine_factory import MAKERS, refused_settings, served_fields
+from serve_app.replica.engine_factory import maker_of, refused_settings, served_fields
 from serve_app.stored import URL_VARIABLE, StorageLimits, open_database
 from serve_app.tenants import load_secret
 
@@ -119,7 +119,7 @@ def model(look: Look) -> Iterator[Finding]:
         yield problem("model", str(error))
         return
     fields, on_cpu = served_fields(settings, info.path), not settings.replica_num_gpus
-    refused = MAKERS[settings.engine].refused_model(fields, settings, on_cpu=on_cpu)
+    refused = maker_of(settings).refused_model(fields, settings, on_cpu=on_cpu)
     yield from (problem("model", sentence) for sentence in refused)
     yield from _refusal("max_model_len", lambda: max_model_len(settings, info))
     yield from _blocks(settings, fields.get("text_config", fields))

@@ -14,7 +14,7 @@ from serve_app.engine.vllm.engine_args import fingerprint_with, refused_engine_a
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.refusals import refused_ranks, refused_settings
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments
-from serve_app.replica.engine_factory import MAKERS, served_fields
+from serve_app.replica.engine_factory import maker_of, served_fields
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_overrides_of_a_models_config_count_before_it_is_loaded(demo_model_path:
     assert max_model_len(config, info) == longer
     with pytest.raises(ValueError, match="positions"):
         max_model_len(AppConfig(max_model_len=longer), info)
-    (sentence,) = MAKERS["vllm"].refused_model(served_fields(config, info.path), config, on_cpu=True)
+    (sentence,) = maker_of(config).refused_model(served_fields(config, info.path), config, on_cpu=True)
     assert "mamba" in sentence
 
 
