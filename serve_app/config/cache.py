@@ -12,6 +12,19 @@ MIB = 1024 * 1024
 CPU_POOL_BYTES = 512 * MIB
 """The default size of a replica's KV pool without a GPU."""
 
+TIERS = (
+    "serve_app.cache.tiers.object:open_object",
+    "serve_app.cache.tiers.disk:open_disk",
+    "serve_app.cache.tiers.host:open_host",
+)
+"""The functions that open the tiers below the pool, the slowest first: each returns None where its tier is off."""
+
+TIER_SETTINGS = (
+    *("host_cache_bytes", "disk_cache_bytes", "disk_cache_dir", "disk_queue_bytes", "tier_load_ratio"),
+    *("object_cache_url", "object_cache_bytes"),
+)
+"""The settings that an engine without tiers refuses."""
+
 
 class CacheSection(BaseModel):
     """The KV cache of a replica."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from serve_app.config.cache import TIER_SETTINGS
 from serve_app.config.quantities import Seconds
 
 EngineName = Literal["torch", "vllm", "simulated"]
@@ -60,10 +61,7 @@ CAPABILITIES: dict[Capability, CapabilitySettings] = {
     "saves": CapabilitySettings("saved prompts", ("pin_budget", "save_ttl_s"), {"pin_budget": 0.0}),
     "tiers": CapabilitySettings(
         "tiers below its pool, so evicted blocks are lost",
-        (
-            *("host_cache_bytes", "disk_cache_bytes", "disk_cache_dir", "disk_queue_bytes", "tier_load_ratio"),
-            *("object_cache_url", "object_cache_bytes"),
-        ),
+        TIER_SETTINGS,
     ),
     "adapters": CapabilitySettings("LoRA adapters", ("lora_adapters", "allow_runtime_lora")),
     "step_time": CapabilitySettings("steps sized by time, only by max_num_batched_tokens", ("max_itl_ms",)),

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.config.cache import CacheSection
 from serve_app.config.engine import EngineSection, LoraSection
 
@@ -39,4 +38,4 @@ class EngineSettings:
     max_cpu_loras: int = _LORA.max_cpu_loras
     max_lora_rank: int = _LORA.max_lora_rank
     model_fingerprint: str = ""
-    tiers: TierSettings = field(default_factory=TierSettings)
+    tiers: CacheSection = field(default_factory=CacheSection)

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
 from serve_app.config.app import AppConfig
@@ -139,7 +138,7 @@ def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int) ->
         pin_budget_blocks=pin_budget_blocks(config, num_blocks) if config.enable_prefix_caching else 0,
         max_itl_s=math.inf if config.max_itl_ms is None else config.max_itl_ms / 1000,
         model_fingerprint=info.fingerprint,
-        tiers=TierSettings(**{name: getattr(config, name) for name in TierSettings.__dataclass_fields__}),
+        tiers=config,
     )
 
 

@@ -1,7 +1,8 @@
 """A tier below the pool: the interface of all of them, and what one is opened with.
 
-A tier is a file here with a function that opens it, a line in ``tiers.OPENERS``, and its settings. The engine's loop
-calls a tier; only one behind a ``TierQueue`` has a thread. A batch has children first, so heads are evicted last.
+A tier is a file here with a function that opens it, which stands in ``config.cache.TIERS`` beside its settings. The
+engine's loop calls a tier; only one behind a ``TierQueue`` has a thread. A batch has children first, so heads are
+evicted last.
 """
 
 import math
@@ -9,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from router.protocol.samples import Histogram, Labels, Sample
@@ -29,31 +29,15 @@ _EXPECTED_WEIGHT_S = 0.05
 _MEMORY_S = 1.0
 _FORGET = 0.99
 
-_DEFAULTS = CacheSection()
-
-
-@dataclass(frozen=True, slots=True)
-class TierSettings:
-    """The deployment's settings of the same names. ``save_ttl_s`` also limits a previous run's saves."""
-
-    host_cache_bytes: int = 0
-    disk_cache_bytes: int = 0
-    disk_cache_dir: Path | None = None
-    disk_queue_bytes: int = _DEFAULTS.disk_queue_bytes
-    tier_load_ratio: float = _DEFAULTS.tier_load_ratio
-    save_ttl_s: float | None = None
-    object_cache_url: str | None = None
-    object_cache_bytes: int = _DEFAULTS.object_cache_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class TierParts:
     """What a tier is opened with. ``size_bytes``: of a block. ``wake``: called from a tier's thread after a result.
 
-    ``start`` False: no threads; call ``TierQueue.run``.
+    ``settings.save_ttl_s`` also limits a previous run's saves. ``start`` False: no threads; call ``TierQueue.run``.
     """
 
-    settings: TierSettings
+    settings: CacheSection
     format: KvFormat
     size_bytes: int
     wake: Wake

@@ -3,6 +3,7 @@
 The engine's loop owns it. A batch has children first, so heads are evicted last.
 """
 
+import pkgutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -12,15 +13,9 @@ from router.protocol.events import TierDigest
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.cache.prefix_digest import TierBlock
-from serve_app.cache.tiers.disk import open_disk
-from serve_app.cache.tiers.host import open_host
-from serve_app.cache.tiers.object import open_object
 from serve_app.cache.tiers.tier import ReadRows, Tier, TierParts, Wake, Wanted
-from serve_app.cache.tiers.tier import TierSettings as TierSettings
 from serve_app.cache.tiers.tier_index import TierEvent, TierIndex, account_key
-
-OPENERS: tuple[Callable[[TierParts, Tier | None], Tier | None], ...] = (open_object, open_disk, open_host)
-"""Of all tiers, the slowest first; each gets the tier below. They raise OSError or ValueError."""
+from serve_app.config.cache import TIERS, CacheSection
 
 
 class Tiers:
@@ -28,7 +23,7 @@ class Tiers:
 
     def __init__(
         self,
-        settings: TierSettings,
+        settings: CacheSection,
         kv_format: KvFormat,
         size_bytes: int,
         wake: Wake,
@@ -37,13 +32,13 @@ class Tiers:
         clock: Callable[[], float] = time.monotonic,
         start: bool = True,
     ) -> None:
-        """Open the tiers; those that keep have a previous run's blocks. Raises the errors of ``OPENERS``."""
+        """Open the tiers; those that keep have a previous run's blocks. Raises OSError or ValueError."""
         parts = TierParts(settings, kv_format, size_bytes, wake, shares or {}, clock, start)
         self.size_bytes = size_bytes
         self.tiers: list[Tier] = []
         below: Tier | None = None
-        for opener in OPENERS:
-            tier = opener(parts, below)
+        for opener in TIERS:
+            tier: Tier | None = pkgutil.resolve_name(opener)(parts, below)
             if tier is not None:
                 below = tier
                 self.tiers.insert(0, tier)

@@ -22,7 +22,8 @@ from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.cache.prefix_digest import TierBlock, next_digest, scope_digest
 from serve_app.cache.tiers.tier import ReadRows, Tier, TierLoad, Wanted
 from serve_app.cache.tiers.tier_index import account_key
-from serve_app.cache.tiers.tiers import Tiers, TierSettings
+from serve_app.cache.tiers.tiers import Tiers
+from serve_app.config.cache import CacheSection
 from serve_app.engine.protocol import Clock, EngineRequest
 from serve_app.engine.reports import EngineMeters
 from serve_app.engine.scheduling.scheduler import Fetched
@@ -161,7 +162,7 @@ class TierLoader:
         wake: Callable[[], None],
         clock: Clock,
     ) -> None:
-        below = settings.tiers if settings.enable_prefix_caching else TierSettings()
+        below = settings.tiers if settings.enable_prefix_caching else CacheSection()
         shares = settings.tenant_shares
         self.tiers = Tiers(below, runner.kv_format, runner.block_bytes, wake, shares=shares, clock=clock)
         self.spiller = TierSpiller(cache, runner, self.tiers, clock)

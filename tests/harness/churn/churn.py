@@ -22,7 +22,6 @@ from router.protocol.block_hash import PrefixScope, TokenArray, hash_blocks, spl
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from router.protocol.request import Decision
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
-from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import (
@@ -37,6 +36,7 @@ from serve_app.engine.protocol import (
 from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from tests.harness.churn.audit import Imbalance, audit, settled, tables, tier_hashes
+from tests.harness.tiers import tier_settings
 
 TENANTS, PREFIXES, ADAPTERS = 12, 3, 6
 CONCURRENCY = 12
@@ -105,7 +105,7 @@ class Churn:
         self._specs = make_adapters(model, directory / "adapters", ADAPTERS, rank=4)
         shares = {f"tenant-{number}": 1.0 + number % 3 for number in range(TENANTS)}
         block_bytes = 4 * 2 * 16 * 2 * 64 * 4  # layers, keys and values, tokens, heads, head size, bytes
-        tiers = TierSettings(
+        tiers = tier_settings(
             HOST_BLOCKS * block_bytes, DISK_BLOCKS * block_bytes, directory / "disk", tier_load_ratio=1e9
         )
         self._engine_settings = EngineSettings(

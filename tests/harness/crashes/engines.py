@@ -8,7 +8,6 @@ from pathlib import Path
 
 from benchmarks.common.output_collector import running
 from benchmarks.common.random_adapters import make_adapters
-from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.engine.core.engine import TorchEngine
@@ -24,6 +23,7 @@ from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.harness.crashes.calls import CallCrashes
 from tests.harness.crashes.questions import ADAPTERS, PROMPT
+from tests.harness.tiers import tier_settings
 
 _SECRET = b"crashes harness, not a secret..."
 _MAX_MODEL_LEN = 2048
@@ -47,7 +47,7 @@ def call_crashes(kind: str, model: Path, directory: Path, rng: random.Random) ->
         max_loras=2,
         max_cpu_loras=2,
         model_fingerprint=info.fingerprint,
-        tiers=TierSettings(),
+        tiers=tier_settings(),
     )
     specs = make_adapters(model, directory / "adapters", len(ADAPTERS), rank=4)
 

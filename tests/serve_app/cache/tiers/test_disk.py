@@ -21,7 +21,7 @@ from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.disk import BlockFiles, DiskSlot, DiskTier, DiskTierError
 from serve_app.cache.tiers.tier import TierParts
 from serve_app.cache.tiers.tier_queue import TierQueue
-from serve_app.cache.tiers.tiers import TierSettings
+from tests.harness.tiers import tier_settings
 from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, content, held, path, wanted
 
 FILE = len(BlockFiles(Path(), FORMAT).encode(path(1)[0], content(path(1)[0])))
@@ -32,7 +32,7 @@ def tier(directory: Path, blocks: int = 100, kv_format: KvFormat = FORMAT) -> Di
 
 
 def queue_of(disk: DiskTier, blocks: int, wake: Callable[[], None] = lambda: None) -> TierQueue:
-    return TierQueue(disk, blocks * BYTES, TierParts(TierSettings(), FORMAT, BYTES, wake, start=False))
+    return TierQueue(disk, blocks * BYTES, TierParts(tier_settings(), FORMAT, BYTES, wake, start=False))
 
 
 def fill(disk: DiskTier, blocks: list[TierBlock], *, saved: bool = False) -> None:

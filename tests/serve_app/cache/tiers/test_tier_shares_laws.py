@@ -15,7 +15,8 @@ from serve_app.cache.prefix.quota import CACHE_ACTIVE_S
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers import disk as disk_tier
 from serve_app.cache.tiers.tier_index import account_key
-from serve_app.cache.tiers.tiers import Tiers, TierSettings
+from serve_app.cache.tiers.tiers import Tiers
+from tests.harness.tiers import tier_settings
 from tests.serve_app.cache.tiers.test_disk import FILE
 from tests.serve_app.cache.tiers.tier_blocks import (
     BYTES,
@@ -110,7 +111,7 @@ class ShareMachine(TierMachine):
 
     def live(self) -> None:
         bounds = (0, self.blocks * FILE) if self.disk else (self.blocks * BYTES, 0)
-        self.open(TierSettings(*bounds, self.directory), shares=self.naive.shares, clock=lambda: self.now_s)
+        self.open(tier_settings(*bounds, self.directory), shares=self.naive.shares, clock=lambda: self.now_s)
 
     def hashes(self) -> set[bytes]:
         (index,) = self.tiers.indexes.values()
@@ -231,7 +232,7 @@ TestShareLaws.settings = settings(max_examples=150, stateful_step_count=40)
 
 def test_a_batch_larger_than_its_owners_share_is_spilled_whole(tmp_path: Path) -> None:
     """Later blocks of the batch displace earlier ones, which are read first and reach the disk unchanged."""
-    settings = TierSettings(6 * BYTES, 100 * FILE, tmp_path)
+    settings = tier_settings(6 * BYTES, 100 * FILE, tmp_path)
     tiers = Tiers(settings, FORMAT, BYTES, lambda: None, shares=SHARES, start=False)
     tiers.seen(["a", "c"])
     theirs, batch = path(9, 9, 9, tenant="c")[::-1], path(*range(8), tenant="a")[::-1]

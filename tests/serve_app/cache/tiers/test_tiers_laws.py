@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from router.protocol.block_hash import split_chain, xor_of_words
 from router.protocol.events import BlocksStored
 from serve_app.cache.prefix_digest import TierBlock
-from serve_app.cache.tiers.tiers import Tiers, TierSettings
+from serve_app.cache.tiers.tiers import Tiers
+from tests.harness.tiers import tier_settings
 from tests.serve_app.cache.tiers.test_disk import FILE
 from tests.serve_app.cache.tiers.tier_blocks import (
     BYTES,
@@ -36,7 +37,7 @@ class Spills(TierMachine):
     def begin(self, host: int, disk: int) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="tiers-"))
         self.host_blocks, self.disk_blocks = host, disk
-        self.settings = TierSettings(host * BYTES, disk * FILE, self.directory if disk else None)
+        self.settings = tier_settings(host * BYTES, disk * FILE, self.directory if disk else None)
         self.known: dict[bytes, TierBlock] = {}
         self.saved: set[bytes] = set()
         self.live()
@@ -156,7 +157,7 @@ class PoolAndHost(RuleBasedStateMachine):
 
     @initialize(host=st.integers(1, 6))
     def begin(self, host: int) -> None:
-        self.tiers = Tiers(TierSettings(host * BYTES), FORMAT, BYTES, lambda: None)
+        self.tiers = Tiers(tier_settings(host * BYTES), FORMAT, BYTES, lambda: None)
         self.pool: list[tuple[int, ...]] = []
 
     def hash_of(self, prefix: tuple[int, ...]) -> bytes:

@@ -14,7 +14,8 @@ from serve_app.cache.prefix_digest import TierBlock, extend_digests, scope_diges
 from serve_app.cache.tiers.tier import Wanted
 from serve_app.cache.tiers.tier_index import Entry, TierIndex, account_key
 from serve_app.cache.tiers.tier_queue import TierQueue
-from serve_app.cache.tiers.tiers import Tiers, TierSettings
+from serve_app.cache.tiers.tiers import Tiers
+from serve_app.config.cache import CacheSection
 
 SIZE = 2
 FORMAT = KvFormat("m", SIZE, (KvPart("float32", (1, 2, SIZE, 1, 2)),))
@@ -74,7 +75,7 @@ class TierMachine(RuleBasedStateMachine):
     directory: Path
     tiers: Tiers
 
-    def open(self, settings: TierSettings, **named: Any) -> None:
+    def open(self, settings: CacheSection, **named: Any) -> None:
         self.tiers = Tiers(settings, FORMAT, BYTES, lambda: None, start=False, **named)
 
     def work(self) -> None:

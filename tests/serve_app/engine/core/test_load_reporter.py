@@ -19,12 +19,12 @@ from router.feed.sequencing import FeedSequencer
 from router.protocol.block_hash import hash_blocks
 from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, LoadReport
 from router.protocol.request import RoutedRequest
-from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.reports import EngineMeters
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.replica.reporter import tell_caches
+from tests.harness.tiers import tier_settings
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.scheduling.bench import RATE, Bench
 from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
@@ -166,7 +166,7 @@ class Feed:
 def made(tmp_path: Path, make_simulated: MakeSimulated) -> tuple[Feed, TorchEngine]:
     """A small pool over a small host memory and a disk."""
     feed, size = Feed(), GatedRunner().block_bytes
-    below = TierSettings(host_cache_bytes=12 * size, disk_cache_bytes=1000 * size, disk_cache_dir=tmp_path)
+    below = tier_settings(host=12 * size, disk=1000 * size, directory=tmp_path)
     return feed, make_simulated(sink=feed, num_blocks=24, max_num_seqs=4, max_num_batched_tokens=256, tiers=below)
 
 

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from router.protocol.block_hash import PrefixScope
 from router.protocol.events import BlocksStored, Event
 from serve_app.cache.tiers import object as object_tier
-from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.config.cache import CacheSection
 from serve_app.engine.protocol import EngineRequest
+from tests.harness.tiers import tier_settings
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.kv.test_prompt_pins import saving
 from tests.serve_app.engine.kv.test_tier_loader import BLOCK, SMALL, settle, spill
@@ -24,9 +25,9 @@ IDS = prompt(200)
 FOLDER = object_tier.FOLDER
 
 
-def tiers(url: str, directory: Path | None = None, most_bytes: int = 1 << 30, **others: Any) -> TierSettings:
-    return TierSettings(
-        disk_cache_dir=directory,
+def tiers(url: str, directory: Path | None = None, most_bytes: int = 1 << 30, **others: Any) -> CacheSection:
+    return tier_settings(
+        directory=directory,
         tier_load_ratio=1e9,
         object_cache_url=url,
         object_cache_bytes=most_bytes,
@@ -78,7 +79,7 @@ def asking(name: str, secret: bytes, scope: PrefixScope) -> EngineRequest:
     return replace(request(name, IDS, 5, scope=scope), root=scope.root(secret))
 
 
-@pytest.mark.parametrize("above", [{}, {"host_cache_bytes": 20 * BLOCK, "disk_cache_bytes": 30 * BLOCK}])
+@pytest.mark.parametrize("above", [{}, {"host": 20 * BLOCK, "disk": 30 * BLOCK}])
 def test_a_second_engine_uses_what_the_first_computed(
     above: dict[str, int], tmp_path: Path, make_engine: MakeEngine, reference: Reference
 ) -> None:

@@ -11,10 +11,11 @@ from router.protocol.block_hash import PrefixScope, TokenArray, hash_blocks, spl
 from router.protocol.events import BlocksStored, Event
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers import disk as disk_tier
-from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.config.cache import CacheSection
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
+from tests.harness.tiers import tier_settings
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.simulated import MakeSimulated
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
@@ -25,11 +26,11 @@ BLOCK = 2 * 2 * 16 * 2 * 16 * 4
 SMALL = {"num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
-def tiers(kind: str, directory: Path, blocks: int = 400) -> TierSettings:
+def tiers(kind: str, directory: Path, blocks: int = 400) -> CacheSection:
     """Return tiers that are always worth a load: "host", "disk" or twenty blocks of host memory over a disk."""
     host = {"host": blocks, "disk": 0, "both": 20}[kind] * BLOCK
     disk = 0 if kind == "host" else blocks * 2 * BLOCK
-    return TierSettings(host, disk, directory, tier_load_ratio=1e9)
+    return tier_settings(host, disk, directory, tier_load_ratio=1e9)
 
 
 def settle(engine: TorchEngine) -> None:
@@ -167,7 +168,7 @@ def test_a_torn_file_is_computed_instead(tmp_path: Path, make_engine: MakeEngine
 
 def test_blocks_not_worth_a_load_are_computed(make_engine: MakeEngine) -> None:
     """A ratio of 0 never loads."""
-    engine = make_engine(tiers=TierSettings(400 * BLOCK, tier_load_ratio=0.0), **SMALL)
+    engine = make_engine(tiers=tier_settings(400 * BLOCK, tier_load_ratio=0.0), **SMALL)
     spill(engine, prompt(200))
     assert run_all(engine, [request("again", prompt(200), 1)]).cached["again"] == 0
     assert sample(engine, "warmpath_kv_tier_hits_total") == 0
@@ -176,9 +177,9 @@ def test_blocks_not_worth_a_load_are_computed(make_engine: MakeEngine) -> None:
 
 def test_bounds_that_hold_no_block_and_a_missing_directory_are_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(ValueError, match="host_cache_bytes"):
-        make_engine(tiers=TierSettings(host_cache_bytes=10))
+        make_engine(tiers=tier_settings(host=10))
     with pytest.raises(ValueError, match="disk_cache_dir"):
-        make_engine(tiers=TierSettings(disk_cache_bytes=1 << 20))
+        make_engine(tiers=tier_settings(disk=1 << 20))
 
 
 @pytest.mark.parametrize("first", [0, 3, 7])

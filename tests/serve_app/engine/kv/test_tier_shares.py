@@ -11,11 +11,11 @@ from router.protocol.block_hash import PrefixScope
 from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.cache.tiers.tier_index import account_key
 from serve_app.cache.tiers.tier_queue import TierQueue
-from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
+from tests.harness.tiers import tier_settings
 from tests.serve_app.engine.kv.test_prompt_pins import asking, run, saving
 from tests.serve_app.engine.kv.test_tier_loader import settle
 from tests.serve_app.engine.simulated import MakeSimulated
@@ -37,7 +37,7 @@ def engine_over(tmp_path: Path, make_simulated: MakeSimulated) -> Callable[..., 
             max_num_seqs=4,
             pin_budget_blocks=12,
             tenant_shares={"flood": 1.0, "small": 1.0},
-            tiers=TierSettings(host_blocks * BLOCK, disk_blocks * FILE, tmp_path, tier_load_ratio=1e9),
+            tiers=tier_settings(host_blocks * BLOCK, disk_blocks * FILE, tmp_path, tier_load_ratio=1e9),
             clock=clock,
         )
 

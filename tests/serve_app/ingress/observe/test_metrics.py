@@ -20,7 +20,6 @@ from router.protocol.request import RoutedRequest
 from router.protocol.samples import Labels, Sample
 from router.settings import RouterSettings
 from serve_app.api.openai.request import parse_chat
-from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
@@ -42,6 +41,7 @@ from serve_app.replica.session_gate import SessionGate, session_report
 from serve_app.tenants import Tenant, Tenants, make_api_key
 from serve_app.tokenization.segments import SegmentCacheStats
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.harness.tiers import tier_settings
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
 from tests.serve_app.ingress.routes.test_application import services_of
@@ -84,7 +84,7 @@ def test_a_help_text_says_more_than_the_name() -> None:
 
 def test_all_samples_of_replicas_are_shown(make_engine: MakeEngine, tmp_path: Path) -> None:
     """Engine, pool, tiers, adapters, drafts, pulls, moves, sessions: no sample is left out for name or labels."""
-    engine = make_engine(tiers=TierSettings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
+    engine = make_engine(tiers=tier_settings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
     run_all(engine, [request(f"r{i}", prompt(150, i), 3, tenant="acme") for i in range(4)])
     run_all(engine, [structs.replace(request("saver", prompt(60, 9), 1), saves=(Save(b"s" * 16, 48, None),))])
     meters, pulls, moves = EngineMeters(), PullMeters(), MoveMeters(Receipt())
