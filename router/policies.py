@@ -108,7 +108,7 @@ def estimated_ttft(view: RoutingView, limit: int | None = None) -> list[Candidat
     ahead and count in full, and none are behind. Ties go to the most cached tokens, then to rendezvous order, which
     places cold prompts stably while replicas are idle. A replica without the request's LoRA adapter costs its load time
     in addition, because loading also takes memory from another adapter. Simultaneous decisions of several routers do
-    not see each other. A replica with more work than its router knew therefore returns the request (``recheck``).
+    not see each other. A replica with more work than its router knew therefore returns the request (``is_outdated``).
     A replica beyond the prefix's ``max_holders`` comes first only if all others are full or quiet.
     """
     scores_s, work = ttft_scores(view)

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 PolicyName = Literal[
     "estimated_ttft", "lmetric", "bounded_hash", "sglang", "power_of_two", "round_robin", "least_loaded"
 ]
-"""The scoring rules, defined in ``policy/policies.py``."""
+"""The scoring rules, defined in ``policies.py``."""
 
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT_POLICY: PolicyName = "estimated_ttft"

@@ -1,6 +1,7 @@
 """The eviction order of a tenant's blocks, in the pool and in the tiers below it: least recently used first.
 
-``Accounts`` chooses the tenant. The caches keep blocks in use, and a parent as long as its child. Not thread-safe.
+``prefix.quota.Accounts`` chooses the tenant. The caches keep blocks in use, and a parent as long as its child. Not
+thread-safe.
 """
 
 import heapq

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from router.protocol.block_hash import PrefixScope
-from router.settings import POLICY_NAMES
+from router.settings import DEFAULTS, POLICY_NAMES
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.cli import main
@@ -110,9 +110,9 @@ def test_blocks_are_those_that_vllm_has_on_a_cpu() -> None:
     config = AppConfig(engine="vllm")
     assert config.block_size == 32
     assert AppConfig.model_validate(config.to_json()) == config
-    assert AppConfig(engine="vllm", replica_num_gpus=1).block_size == 16
+    assert AppConfig(engine="vllm", replica_num_gpus=1).block_size == DEFAULTS.block_size
     assert AppConfig(engine="vllm", block_size=64).block_size == 64
-    assert AppConfig().block_size == 16
+    assert AppConfig().block_size == DEFAULTS.block_size
 
 
 def test_where_vllm_is_not_installed_serve_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,10 +63,8 @@ def test_only_errors_of_the_server_are_counted(clock: Clock) -> None:
     counts.add("warmpath_tenant_completion_tokens_total", 7, tenant="a")
     ((at_s, row),) = rows_of([counts.rings], None, clock())[0].items()
     assert at_s == START_S
-    assert row == {
-        "at_s": START_S, "requests": 0, "refused": 2, "failed": 3, "tokens": 7, "prompt_tokens": 0, "cached_tokens": 0,
-        "ttft_p50_s": None, "ttft_p95_s": None,
-    }  # fmt: skip
+    counted = {"requests": 0, "refused": 2, "failed": 3, "tokens": 7, "prompt_tokens": 0, "cached_tokens": 0}
+    assert row.items() >= {"at_s": START_S, **counted, "ttft_p50_s": None, "ttft_p95_s": None}.items()
 
 
 def test_a_tenant_sees_its_own_figures_and_an_operator_all(clock: Clock) -> None:
