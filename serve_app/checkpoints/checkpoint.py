@@ -58,7 +58,7 @@ def load_checkpoint_info(path: Path) -> CheckpointInfo:
         )
     return CheckpointInfo(
         path=path,
-        fingerprint=_weights_fingerprint(path),
+        fingerprint=weights_fingerprint(path),
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(path, config, text_config),
@@ -107,7 +107,7 @@ def _added_token_id(tokenizer_file: Path, content: str) -> int | None:
     return next((token.id for token in tokenizer.added_tokens if token.content == content), None)
 
 
-def _weights_fingerprint(path: Path) -> str:
+def weights_fingerprint(path: Path) -> str:
     """Return the fingerprint of ``load_checkpoint_info``. Raises CheckpointError without whole safetensors files."""
     weights = sorted(path.glob("*.safetensors"))
     if not weights:

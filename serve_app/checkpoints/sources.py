@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,19 @@ from serve_app.checkpoints.checkpoint import CheckpointError, CheckpointInfo, lo
 from serve_app.checkpoints.demo_model import RECIPES, ensure_demo_model
 from serve_app.checkpoints.model_cache import default_cache_dir, ensure_made
 from serve_app.config.app import AppConfig, is_hub_id
+from serve_app.config.engine import SPEC_ARGS
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
 UNWANTED = ["*/*", "consolidated*"]
 """Other formats of the same weights. Mistral's are also safetensors."""
 
 
-def ensure_snapshot(model_id: str, revision: str | None) -> Path:
+def ensure_snapshot(model_id: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:
     """Return the directory of a model's files, fetched if they are not in the cache. Raises CheckpointError."""
     from huggingface_hub import snapshot_download  # the import takes seconds
 
     def fetch() -> str:
-        return snapshot_download(model_id, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+        return snapshot_download(model_id, revision=revision, allow_patterns=list(wanted), ignore_patterns=UNWANTED)
 
     return _fetched(model_id, revision, fetch)
 
@@ -282,6 +283,24 @@ def with_local_model(config: AppConfig, say: Callable[[str], None]) -> AppConfig
         ensure_demo_model("demo")
         say(f"{error}. Serving `demo` with random weights instead")
         return config.model_copy(update={"model": "demo"})
+    config = with_local_drafter(config)
     if config.model in BUILT_IN:
         return config
     return config.model_copy(update={"model": str(path), "served_model_name": config.model_name, "revision": None})
+
+
+def with_local_drafter(config: AppConfig) -> AppConfig:
+    """Return the settings with the path of the model that drafts, if there is one. Raises CheckpointError."""
+    drafting = config.drafting
+    model, revision = drafting.get("model"), drafting.get("revision")
+    if not isinstance(model, str):
+        return config
+    try:
+        path = resolve_model(model, revision)
+        if is_hub_id(model) and not any(path.glob("*.safetensors")):
+            path = ensure_snapshot(model, revision, [*WANTED, "*.bin"])
+    except CheckpointError as error:
+        raise CheckpointError(f"speculative_config.model: {error}") from error
+    others = {name: value for name, value in config.engine_args.items() if name not in SPEC_ARGS}
+    local = {**drafting, "model": str(path), "revision": None}
+    return config.model_copy(update={"speculative_config": local, "engine_args": others})

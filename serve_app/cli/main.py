@@ -22,6 +22,7 @@ from serve_app.cli.console import console, fail
 from serve_app.cli.local_ray import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor, giving_up
 from serve_app.config.app import AppConfig
+from serve_app.config.engine import SPEC_ARGS
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
 from serve_app.config.sentences import unknown_setting
@@ -46,22 +47,28 @@ class _ServeCommand(TyperCommand):
         while left:
             argument = left.pop(0)
             flag, equals, value = argument.partition("=")
+            flag = "--speculative-config" if flag == "-sc" else flag
             if (instead := _INSTEAD.get(flag)) is not None:
                 raise typer.BadParameter(f"there is no {flag}: {instead}")
             field = AppConfig.model_fields.get(name := flag.removeprefix("--").replace("-", "_"))
             if flag in own or not flag.startswith("--") or flag == "--help":
                 told.append(argument)
                 continue
-            if field is None:
+            if field is None and name not in SPEC_ARGS:
                 wrong = unknown_setting(name, {*AppConfig.model_fields, *(one.lstrip("-") for one in own)})
                 raise typer.BadParameter(f"{flag}: {wrong} (arguments of vLLM: --engine-arg NAME=VALUE)")
-            if not equals and field.annotation is bool and (not left or left[0] not in ("true", "false")):
+            if (
+                not equals
+                and field is not None
+                and field.annotation is bool
+                and (not left or left[0] not in ("true", "false"))
+            ):
                 value = "true"
             elif not equals:
                 if not left:
                     raise typer.BadParameter(f"{flag} needs a value: {flag} VALUE")
                 value = left.pop(0)
-            told += ["--set", f"{name}={value}"]
+            told += ["--engine-arg" if name in SPEC_ARGS else "--set", f"{name}={value}"]
         return super().parse_args(ctx, told)
 
 

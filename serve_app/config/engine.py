@@ -19,6 +19,21 @@ VLLM_CPU_BLOCK_SIZE = 32
 NGRAM = "ngram"
 """The only `speculative_model`. It is not a model: it drafts the tokens that followed the same tokens before."""
 
+SPEC_ARGS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+"""vLLM's shorter arguments -> the fields of its ``speculative_config`` that they set."""
+
+_COUNTED = frozenset({NGRAM, "ngram_gpu", "eagle", "eagle3", "draft_model"})
+"""Methods of drafts for which vLLM has no number of tokens of its own."""
+
+WITHOUT_KV = frozenset({NGRAM, "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""Methods of drafts that keep no KV."""
+
+_OF_PAST = WITHOUT_KV | {"draft_model", "dflash", "dspark"}
+"""Methods whose KV, if any, depends on no later token."""
+
+_MOST_AHEAD = 16
+"""Later tokens on which a drafter's KV may depend, if no number of drafted tokens is given."""
+
 VLLM_MISSING = (
     "engine=vllm needs vLLM 0.32 in the environment of the replicas: on a GPU run `pip install '.[vllm]'` in a clone; "
     "on a CPU run `make venv-vllm`, then start with .venv-vllm/bin/warmpath"
@@ -30,9 +45,9 @@ def vllm_missing() -> bool:
     return importlib.util.find_spec("vllm") is None
 
 
-Capability = Literal["prefixes", "copies", "saves", "tiers", "adapters", "step_time", "ranks", "ngram"]
+Capability = Literal["prefixes", "copies", "saves", "tiers", "adapters", "step_time", "ranks", "drafts"]
 """What an engine need not have: beside the settings in ``CAPABILITIES``, the methods with a body in
-``engine.protocol.Engine``. "ranks": several in a replica, and arguments of its own; "ngram": n-gram drafts."""
+``engine.protocol.Engine``. "ranks": several in a replica, and arguments of its own; "drafts": speculation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +111,7 @@ ENGINES: dict[EngineName, EngineTraits] = {
     "torch": EngineTraits("serve_app.replica.engine_factory:TORCH", _BUILT_IN, built_in=True),
     "vllm": EngineTraits(
         "serve_app.replica.engine_factory:VLLM",
-        frozenset({"prefixes", "copies", "saves", "adapters", "ranks", "ngram"}),
+        frozenset({"prefixes", "copies", "saves", "adapters", "ranks", "drafts"}),
         missing=lambda: VLLM_MISSING if vllm_missing() else "",
         defaults={"kv_pull": False, "prewarm": False, "handover": False, "pin_budget": 0.0},
         cpu_defaults={"block_size": VLLM_CPU_BLOCK_SIZE},
@@ -145,6 +160,9 @@ class EngineSection(BaseModel):
     num_speculative_tokens: int = Field(
         4, ge=1, le=32, description="with engine vllm: tokens drafted ahead of each verification"
     )
+    speculative_config: dict[str, Any] | None = Field(
+        None, description="with engine vllm: drafts by any of vLLM's methods, with its fields (docs/tutorials/vllm.md)"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="format of weights and KV; 'auto': bfloat16 if the device multiplies it, else float32"
     )
@@ -159,6 +177,28 @@ class EngineSection(BaseModel):
         """The fields in ``engine_args`` that replace fields of the model's config.json."""
         overrides = self.engine_args.get("hf_overrides")
         return overrides if isinstance(overrides, dict) else {}
+
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """vLLM's ``speculative_config``, whichever settings give it; empty without drafts."""
+        if self.speculative_model is not None:
+            return {"method": NGRAM, "num_speculative_tokens": self.num_speculative_tokens}
+        short = {field: self.engine_args.get(name) for name, field in SPEC_ARGS.items()}
+        given = {name.replace("-", "_"): value for name, value in (self.speculative_config or {}).items()}
+        given |= {field: value for field, value in short.items() if value is not None}
+        if given.get("model") in (NGRAM, f"[{NGRAM}]") and given.get("method") in (None, NGRAM):
+            given = {**given, "method": given.pop("model").strip("[]")}
+        if given.get("method") in _COUNTED:
+            given.setdefault("num_speculative_tokens", self.num_speculative_tokens)
+        return given
+
+    @property
+    def draft_lookahead_tokens(self) -> int:
+        """How many tokens after a position may change a drafter's KV of it; 0 without such a drafter."""
+        drafting = self.drafting
+        if not drafting or drafting.get("method") in _OF_PAST:
+            return 0
+        return int(drafting.get("num_speculative_tokens") or _MOST_AHEAD)
 
     @property
     def rank_sizes(self) -> tuple[int, int]:
@@ -178,11 +218,20 @@ class EngineSection(BaseModel):
                 f"engine={self.engine} computes on one device and accepts no engine_args: set engine: vllm, or remove "
                 "tensor_parallel_size, pipeline_parallel_size and engine_args"
             )
-        if self.speculative_model is not None and (self.speculative_model != NGRAM or "ngram" not in can):
+        if self.speculative_model is not None and (self.speculative_model != NGRAM or "drafts" not in can):
             raise ValueError(
                 f"speculative_model={self.speculative_model!r} with engine={self.engine}: only {NGRAM!r} is supported, "
-                "with engine: vllm"
+                "with engine: vllm; name other drafters in speculative_config"
             )
+        if self.speculative_config and "drafts" not in can:
+            raise ValueError(f"speculative_config with engine={self.engine}: only engine: vllm drafts tokens")
+        short = [f"engine_args.{name}" for name in SPEC_ARGS if self.engine_args.get(name) is not None]
+        named = {name.replace("-", "_") for name in self.speculative_config or ()}
+        twice = [name for name in short if SPEC_ARGS[name.partition(".")[2]] in named]
+        ways = ["speculative_config"] * bool(named) + short
+        if twice or (ways and self.speculative_model is not None):
+            other = "speculative_config" if twice else "speculative_model"
+            raise ValueError(f"{other} and {(twice or ways)[0]} both say how to draft; leave one out")
         wanted = self.ranks if max(self.ranks, self.replica_num_gpus) > 1 else self.replica_num_gpus
         if "ranks" in can and self.replica_num_gpus not in (0, wanted):
             raise ValueError(

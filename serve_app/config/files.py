@@ -10,6 +10,8 @@ from serve_app.config.app import AppConfig, is_template
 from serve_app.config.live import BadSettings, app_config
 
 PATHS = frozenset(name for name, field in AppConfig.model_fields.items() if field.annotation == Path | None)
+_DRAFTERS = {"speculative_config": "model", "engine_args": "spec_model"}
+"""Settings -> the field in them that names a model."""
 
 
 def load_settings(
@@ -70,6 +72,8 @@ def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
             rooted_settings[name] = model(value)
         elif name == "chat_template" and not is_template(value):
             rooted_settings[name] = path(value)
+        elif (field := _DRAFTERS.get(name)) and isinstance(value, Mapping) and field in value:
+            rooted_settings[name] = {**value, field: model(value[field])}
         elif name == "lora_adapters" and isinstance(value, Mapping):
             rooted_settings[name] = {adapter: path(where) for adapter, where in value.items()}
     return rooted_settings

@@ -237,6 +237,7 @@ def _load_tokenizer(path: Path, config: AppConfig, workers: FairWorkers) -> tupl
         block_size=config.block_size,
         workers=workers,
         chat_template=config.chat_template,
+        lookahead=config.draft_lookahead_tokens,
     )
     prompts = Prompts.of(config.public_prompts, config.prompts_dir)
     prompts.install(tokenizer)

@@ -9,16 +9,19 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from serve_app.checkpoints.checkpoint import CheckpointInfo
+from serve_app.checkpoints.checkpoint import CheckpointError, CheckpointInfo, weights_fingerprint
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
+from serve_app.checkpoints.sources import with_local_drafter
 from serve_app.config.app import AppConfig
 from serve_app.config.cache import CPU_POOL_BYTES
+from serve_app.config.engine import SPEC_ARGS
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import Engine, EngineMaker, EventSink
 from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.vllm import refusals as vllm_refusals
+from serve_app.engine.vllm.drafts import draft_layers, refused_drafter, with_whole_hits
 from serve_app.engine.vllm.engine_args import fingerprint_with
 
 if TYPE_CHECKING:
@@ -65,16 +68,23 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
 
     device = choose_device(config.device)
     on_cpu = device.type == "cpu"
-    fields = served_fields(config, info.path)
-    refused = vllm_refusals.refused_settings(config, on_cpu=on_cpu)
-    if refused := [*refused, *vllm_refusals.refused_model(fields, config, on_cpu=on_cpu)]:
+    if refused := vllm_refusals.refused_settings(config, on_cpu=on_cpu):
         raise ValueError("; ".join(refused))
+    config, fields = with_local_drafter(config), served_fields(config, info.path)
+    if refused := vllm_refusals.refused_model(fields, config, on_cpu=on_cpu):
+        raise ValueError("; ".join(refused))
+    drafting, drafter = config.drafting, drafter_fields(config, fields)
     dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
     kv_dtype = config.engine_args.get("kv_cache_dtype") or "auto"
     if kv_dtype not in ("float16", "bfloat16"):
         kv_dtype = dtype if kv_dtype == "auto" else "fp8"  # numbers of four bits are counted as eight
     model_config = _model_config(info.path, config.hf_overrides)
     block_bytes = kv_bytes_per_block(model_config, kv_dtype, config.block_size, *config.rank_sizes)
+    arguments = {name: value for name, value in config.engine_args.items() if name not in SPEC_ARGS}
+    told = dict(arguments)
+    if layers := draft_layers(drafting, fields, drafter):
+        block_bytes += kv_bytes_per_block(SimpleNamespace(**layers), kv_dtype, config.block_size, *config.rank_sizes)
+        told["drafter"] = _fingerprint(Path(drafting["model"])) if drafter else info.fingerprint
     num_blocks = config.num_blocks
     if on_cpu and num_blocks is None:
         num_blocks = blocks_in_budget(block_bytes, config.kv_cache_bytes or CPU_POOL_BYTES)
@@ -84,7 +94,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
         model=str(info.path),
         end_token_ids=info.eos_token_ids,
         block_bytes=block_bytes,
-        model_fingerprint=fingerprint_with(info.fingerprint, config.engine_args),
+        model_fingerprint=fingerprint_with(info.fingerprint, told),
         transfer=config.enable_prefix_caching
         and bool(config.kv_pull or config.prewarm or config.handover or config.pin_budget),
         pin_budget=config.pin_budget if config.enable_prefix_caching else 0.0,
@@ -92,7 +102,8 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
         max_model_len=max_model_len(config, info),
         dtype=dtype,
         lora=bool(config.lora_adapters) or config.allow_runtime_lora,
-        num_speculative_tokens=config.num_speculative_tokens if config.speculative_model else 0,
+        speculative_config=with_whole_hits(drafting),
+        engine_args=arguments,
     )
     return VllmEngine(settings, event_sink)
 
@@ -101,6 +112,30 @@ def served_fields(config: AppConfig, path: Path) -> dict[str, Any]:
     """Return a checkpoint's config.json, with the overrides in ``engine_args``."""
     fields: dict[str, Any] = json.loads((path / "config.json").read_text())
     return fields | config.hf_overrides
+
+
+def drafter_fields(config: AppConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the model that drafts; empty without one. ``fields``: that of the model.
+
+    Raises CheckpointError for a drafter that is missing or of another model.
+    """
+    drafting = with_local_drafter(config).drafting
+    if not isinstance(model := drafting.get("model"), str):
+        return {}
+    try:
+        drafter = dict(json.loads((Path(model) / "config.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"speculative_config.model: {model} holds no readable config.json") from error
+    if refused := refused_drafter(drafting, fields, drafter):
+        raise CheckpointError("; ".join(refused))
+    return drafter
+
+
+def _fingerprint(drafter: Path) -> str:
+    try:
+        return weights_fingerprint(drafter)
+    except CheckpointError:  # no safetensors
+        return drafter.name
 
 
 def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> TorchEngine:

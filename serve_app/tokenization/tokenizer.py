@@ -73,6 +73,7 @@ class PromptTokenizer:
 
     ``cache_bytes`` limits its memory. ``workers``: threads for long texts, fair to tenants. ``pretrained``: the
     tokenizer loaded by transformers. ``as_is``: see ``ChatTemplate``. ``chat_template``: in place of the checkpoint's.
+    ``lookahead``: how many later tokens may change a block's KV; a block is public if these are public too.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class PromptTokenizer:
         workers: FairWorkers | None = None,
         as_is: bool = False,
         chat_template: str | None = None,
+        lookahead: int = 0,
     ) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if chat_template is not None:
@@ -102,6 +104,7 @@ class PromptTokenizer:
         backend.no_padding()
         self._backend: Any = backend
         self.block_size = block_size
+        self._lookahead = lookahead
         self._segmenter = Segmenter(backend)
         self._prefix, self._suffix = self._find_template_ids()
         self._cache = SegmentCache(cache_bytes)
@@ -190,9 +193,12 @@ class PromptTokenizer:
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise InvalidRequest(f"Token ids must be from 0 to {self.vocab_size - 1}.", param="prompt")
         token_ids = np.array(ids, dtype=np.int32)
-        public_blocks = self._public.count(token_ids) // self.block_size if public_root else 0
+        public_blocks = self._public_blocks(self._public, token_ids) if public_root else 0
         root = public_root + root if public_blocks else root
         return EncodedPrompt(token_ids, extend_chain(root, public_blocks, token_ids, self.block_size), public_blocks)
+
+    def _public_blocks(self, public: PublicTokens, token_ids: TokenArray) -> int:
+        return max(0, public.count(token_ids) - self._lookahead) // self.block_size
 
     @property
     def texts(self) -> TokenTexts:
@@ -271,7 +277,7 @@ class PromptTokenizer:
         ]
         prefix, suffix = (self._prefix, self._suffix) if add_special_tokens else (_NO_IDS, _NO_IDS)
         token_ids: TokenArray = np.concatenate((prefix, *ids, suffix))
-        public_blocks = lookup.public.count(token_ids) // self.block_size if lookup.public_root else 0
+        public_blocks = self._public_blocks(lookup.public, token_ids) if lookup.public_root else 0
         root = lookup.public_root + lookup.root if public_blocks else lookup.root
 
         def next_hashes_to(end: int) -> bytes:
@@ -284,12 +290,13 @@ class PromptTokenizer:
         for key, segment, segment_ids in zip(lookup.keys, lookup.segments, ids, strict=True):
             end += len(segment_ids)
             if segment is None:
-                segment = TokenizedSegment(segment_ids, next_hashes_to(end))
+                # Of other blocks, the next segment decides whether they are public.
+                segment = TokenizedSegment(segment_ids, next_hashes_to(max(0, end - self._lookahead)))
                 new.append((key, segment))
             chain += segment.block_hashes
         if new:
             with self._cache.lock:
                 self._cache.put(reversed(new))
-        if len(suffix):
+        if len(suffix) or self._lookahead:
             chain += next_hashes_to(len(token_ids))
         return EncodedPrompt(token_ids, bytes(chain), public_blocks)

@@ -23,7 +23,7 @@ from serve_app.config.cache import CPU_POOL_BYTES
 from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.vllm_reader import PARSERS, check_parser
 from serve_app.prompts.registry import Prompts
-from serve_app.replica.engine_factory import maker_of, refused_settings, served_fields
+from serve_app.replica.engine_factory import drafter_fields, maker_of, refused_settings, served_fields
 from serve_app.stored import URL_VARIABLE, StorageLimits, open_database
 from serve_app.tenants import load_secret
 
@@ -89,6 +89,8 @@ def fit(look: Look) -> Iterator[Finding]:
     arguments = settings.to_json()["engine_args"]
     if arguments and place != "elsewhere" and not settings.engine_traits.missing():
         yield from _tried("engine_args", "serve_app.engine.vllm.engine_args", "parsed_engine_args", arguments)
+    if settings.speculative_config and place != "elsewhere" and not settings.engine_traits.missing():
+        yield from _tried("speculative_config", "serve_app.engine.vllm.engine_args", "check_drafts", settings.drafting)
     for setting in PARSERS:
         yield from _refusal(setting, partial(check_parser, setting, getattr(settings, setting)))
     adapters = {name: path for name, path in settings.lora_adapters.items() if _looks_into(path, place)}
@@ -121,6 +123,9 @@ def model(look: Look) -> Iterator[Finding]:
     fields, on_cpu = served_fields(settings, info.path), not settings.replica_num_gpus
     refused = maker_of(settings).refused_model(fields, settings, on_cpu=on_cpu)
     yield from (problem("model", sentence) for sentence in refused)
+    drafter = settings.drafting.get("model")
+    if isinstance(drafter, str) and (place == "start" or Path(drafter).is_dir()):
+        yield from _refusal("speculative_config", lambda: drafter_fields(settings, fields))
     yield from _refusal("max_model_len", lambda: max_model_len(settings, info))
     yield from _blocks(settings, fields.get("text_config", fields))
     if settings.engine_traits.built_in and settings.model not in BUILT_IN:

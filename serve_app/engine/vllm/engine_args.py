@@ -32,8 +32,8 @@ PROMISES = {
     "prefix_cache_retention_interval swa_bounded_replay",
     "no tenant sees another's cache by its timing": "enable_log_requests",
     "tenants take turns inside a step": "scheduler_cls scheduling_policy enable_chunked_prefill",
-    "a seeded answer goes on elsewhere, token by token": "logits_processors speculative_config spec_method spec_model "
-    "spec_tokens diffusion_config watermark_config enable_batch_sharded_sampling",
+    "a seeded answer goes on elsewhere, token by token": "logits_processors diffusion_config "
+    "watermark_config enable_batch_sharded_sampling",
 }
 """Promises of docs/tutorials/vllm.md -> arguments that would break them."""
 
@@ -92,6 +92,18 @@ def parsed_engine_args(arguments: Mapping[str, Any]) -> dict[str, Any]:
             words.append(f"--{flag}={_word(value)}")
     found = parser.parse_args(words)
     return {name: getattr(found, name) for name in given}
+
+
+def check_drafts(drafting: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that is no field of vLLM's ``speculative_config``. Imports vllm."""
+    from vllm.config.speculative import SpeculativeConfig
+
+    known = SpeculativeConfig.__dataclass_fields__.keys()
+    for name in drafting.keys() - known:
+        near = get_close_matches(name, known, n=1)
+        raise ValueError(
+            f"speculative_config.{name}: vLLM has no such field{f'; did you mean {near[0]}?' * bool(near)}"
+        )
 
 
 def _word(value: Any) -> str:

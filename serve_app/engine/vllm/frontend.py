@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from serve_app.config.engine import VLLM_MISSING
 from serve_app.engine.protocol import TokenLogprob
-from serve_app.engine.vllm.engine_args import parsed_engine_args
+from serve_app.engine.vllm.engine_args import check_drafts, parsed_engine_args
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
 
@@ -157,6 +157,7 @@ class VllmFrontend:
             raise ValueError(
                 f"this vLLM computes on GPUs, and the replica sees {gpus}: set replica_num_gpus: {settings.ranks}"
             )
+        check_drafts(settings.speculative_config)
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
         wanted = AsyncEngineArgs(**parsed_engine_args(settings.engine_args) | arguments)
         states = bool(wanted.create_model_config().is_hybrid)

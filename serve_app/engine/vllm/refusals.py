@@ -10,6 +10,7 @@ from typing import Any
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import NGRAM, VLLM_CPU_BLOCK_SIZE
 from serve_app.engine.runner.kv_size import keeps_kv
+from serve_app.engine.vllm.drafts import refused_drafts
 from serve_app.engine.vllm.engine_args import refused_engine_args
 
 WINDOWED = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
@@ -39,8 +40,8 @@ TABLE = (
     Refusal(
         ("num_speculative_tokens",),
         "no tokens are drafted",
-        lambda config: _changed(config, "num_speculative_tokens") and config.speculative_model is None,
-        instead=f"set speculative_model: {NGRAM} too",
+        lambda config: _changed(config, "num_speculative_tokens") and not config.drafting,
+        instead=f"set speculative_model: {NGRAM} too, or speculative_config",
     ),
 )
 """In report order; remove a line once vLLM's engine supports its settings."""
@@ -73,7 +74,7 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
             "dtype: on a GPU vLLM's kernels for adapters compute in float16 or bfloat16; set dtype: bfloat16, or leave "
             "adapters out"
         )
-    return found + refused_engine_args(config.engine_args)
+    return found + refused_engine_args(config.engine_args) + refused_drafts(config.drafting)
 
 
 def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool) -> list[str]:

@@ -40,7 +40,7 @@ class VllmSettings:
     ``model_fingerprint``: of config and weights; ``transfer``: whether KV is copied to and from other replicas, or
     pinned; ``pin_budget``: the limit of pins, as a part of the pool if below 1, else in blocks.
     ``lora``: whether adapters are allowed. ``num_threads``: of the CPU build, in all ranks. ``tenant_shares``: weights
-    by tenant. ``num_speculative_tokens``: tokens drafted ahead by copying from earlier text; 0 for none.
+    by tenant. ``speculative_config``: vLLM's, empty without drafts.
     ``engine_args``: more of vLLM's arguments, as given in the settings.
     """
 
@@ -66,7 +66,7 @@ class VllmSettings:
     max_loras: int = _LORA.max_loras
     max_cpu_loras: int = _LORA.max_cpu_loras
     max_lora_rank: int = _LORA.max_lora_rank
-    num_speculative_tokens: int = 0
+    speculative_config: Mapping[str, Any] = field(default_factory=dict)
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -118,9 +118,9 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         arguments["distributed_executor_backend"] = "mp"  # not Ray's, which vLLM would choose in a placement group
     elif on_cpu:
         arguments["distributed_executor_backend"] = EXECUTOR  # for a GPU vLLM's own choice is as good
-    if settings.num_speculative_tokens:
+    if settings.speculative_config:
         arguments |= {
-            "speculative_config": {"method": "ngram", "num_speculative_tokens": settings.num_speculative_tokens},
+            "speculative_config": dict(settings.speculative_config),
             "async_scheduling": False,  # positions are known only once a step's accepted drafts are
         }
     if settings.transfer:

@@ -122,6 +122,22 @@ def test_vllm_takes_the_gpus_of_the_machine(
     assert settings.engine_args == {"kv_cache_dtype": "fp8"}
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],
+        ["-sc", '{"method": "ngram", "num_speculative_tokens": 3}'],
+        ["--spec-method", "ngram", "--spec-tokens=3"],
+    ],
+)
+def test_drafts_are_vllms_flags(launched: list[Launch], monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    monkeypatch.setattr(main, "findings", lambda *_: ())
+    told = CliRunner().invoke(app, ["serve", "demo", "--engine", "vllm", *flags])
+    assert told.exit_code == 0, told.output
+    drafting = AppConfig.model_validate(launched[0].settings).drafting
+    assert drafting == {"method": "ngram", "num_speculative_tokens": 3}
+
+
 def test_every_setting_is_a_flag_too(launched: list[Launch]) -> None:
     """As in `vllm serve`, the value follows, comes after `=`, or is left out for a switch."""
     flags = ["--kv-cache-bytes", "64MiB", "--max-model-len=512", "--strict", "--enable-prefix-caching", "false"]

@@ -65,10 +65,11 @@ def variants(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
         name: PromptTokenizer(variant_of(demo_model_path, parent / name, change), **SMALL)
         for name, change in VARIANTS.items()
     }
+    made["ahead"] = PromptTokenizer(demo_model_path, lookahead=3, **SMALL)
     return {**made, "sentencepiece": sentencepiece_like(parent / "sentencepiece", demo_model_path, **SMALL)}
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, "sentencepiece"])
+@pytest.mark.parametrize("name", [*VARIANTS, "ahead", "sentencepiece"])
 @settings(max_examples=80)
 @given(
     public=st.lists(TEXTS, max_size=3), texts=st.lists(TEXTS, min_size=1, max_size=4), special=st.booleans(),
@@ -78,7 +79,7 @@ def test_encoding_equals_tokenizing_and_hashing_from_nothing(
 ) -> None:
     """It holds for any text after any others, with changing public prompts, while parts are evicted.
 
-    A chain changes its root at the end of the public part.
+    A chain changes its root at the end of the public part, which a drafter's lookahead shortens.
     """
     cached = variants[name]
     prompts = [cached.encode(text, OTHER_ROOT, add_special_tokens=special).token_ids for text in public]
@@ -92,16 +93,32 @@ def test_encoding_equals_tokenizing_and_hashing_from_nothing(
                 ids = np.array(cached._tokenizer(whole, add_special_tokens=special)["input_ids"], dtype=np.int32)
                 assert encoded.token_ids.dtype == np.int32
                 assert encoded.token_ids.tolist() == ids.tolist()
-                blocks = PublicTokens(known).count(ids) // 4 if public_root else 0
+                blocks = max(0, PublicTokens(known).count(ids) - cached._lookahead) // 4 if public_root else 0
                 assert encoded.public_blocks == blocks
                 assert encoded.block_hashes == extend_chain(public_root + ROOT if blocks else ROOT, blocks, ids, 4)
                 assert cached.encode_ids(ids.tolist(), ROOT, public_root).block_hashes == encoded.block_hashes
 
 
+@pytest.mark.parametrize("more", range(4))
+def test_a_block_is_public_with_the_tokens_that_change_its_kv(demo_model_path: Path, more: int) -> None:
+    """The next cached part of a prompt decides it, wherever in a block the part before it ends."""
+    cached = PromptTokenizer(demo_model_path, lookahead=3, block_size=4)
+    begin = " a" * (1100 + more) + "<|im_end|>"
+    public = cached.encode(begin + " one two three four five six seven", ROOT).token_ids
+    cached.set_public([public])
+    for text in (begin + " one two three four five six seven eight", begin + " other words"):
+        encoded = cached.encode(text, ROOT, public_root=OTHER_ROOT)
+        shared = PublicTokens([public]).count(encoded.token_ids)
+        assert encoded.public_blocks == (shared - 3) // 4
+        whole = extend_chain(OTHER_ROOT + ROOT, encoded.public_blocks, encoded.token_ids, 4)
+        assert encoded.block_hashes == whole
+    assert cached.stats().hits == 1
+
+
 def test_only_tokenizers_with_exact_cuts_are_cut(variants: dict[str, PromptTokenizer]) -> None:
     """A space for the first part, or a token that swallows spaces, makes whole texts the unit."""
     exact = {name for name, cached in variants.items() if cached._segmenter.exact}
-    assert exact == {"plain", "bos", "sentencepiece"}
+    assert exact == {"plain", "bos", "ahead", "sentencepiece"}
 
 
 def test_a_text_is_never_taken_for_one_encoded_differently(demo_model_path: Path, tmp_path: Path) -> None:

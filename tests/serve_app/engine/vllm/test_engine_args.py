@@ -23,7 +23,7 @@ from serve_app.replica.engine_factory import maker_of, served_fields
         ("prefix_caching_hash_algo", "(a hit is verified by its token ids)"),
         ("disable_hybrid_kv_cache_manager", "(the directory says exactly which blocks a replica holds)"),
         ("scheduler_cls", "(tenants take turns inside a step)"),
-        ("speculative_config", "(a seeded answer goes on elsewhere, token by token)"),
+        ("logits_processors", "(a seeded answer goes on elsewhere, token by token)"),
         ("enable_log_requests", "(no tenant sees another's cache by its timing)"),
         ("data_parallel_size", "each data parallel rank has a cache of its own"),
         ("block_size", "use block_size:"),

@@ -38,7 +38,7 @@ def test_pools_and_adapters_get_the_requested_space() -> None:
         "enable_lora",
     }
     assert not {"speculative_config", "async_scheduling"} & cpu.keys()
-    assert not arguments(num_speculative_tokens=3)["async_scheduling"]
+    assert not arguments(speculative_config={"method": "ngram"})["async_scheduling"]
     with pytest.raises(ValueError, match="at most 512"):
         lora_rank(1000)
 
