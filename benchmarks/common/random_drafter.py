@@ -20,12 +20,12 @@ def make_eagle_head(model: Path, directory: Path, *, heads: int = 2, kv_heads: i
     hidden, inner = int(text["hidden_size"]), 2 * int(text["hidden_size"])
     generator = np.random.default_rng(0)
 
-    def normal(rows: int, columns: int) -> npt.NDArray[np.float32]:
-        return generator.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.3 * hidden**-0.5)
+    def normal(rows: int, columns: int, part: float = 0.3) -> npt.NDArray[np.float32]:
+        return generator.standard_normal((rows, columns), dtype=np.float32) * np.float32(part * hidden**-0.5)
 
     layer = "layers.0."
     tensors = {
-        "fc.weight": np.concatenate([np.eye(hidden, dtype=np.float32), np.float32(0.02) * normal(hidden, hidden)], axis=1),
+        "fc.weight": np.concatenate([np.eye(hidden, dtype=np.float32), normal(hidden, hidden, 0.006)], axis=1),
         layer + "self_attn.q_proj.weight": normal(heads * HEAD_DIM, hidden),
         layer + "self_attn.k_proj.weight": normal(kv_heads * HEAD_DIM, hidden),
         layer + "self_attn.v_proj.weight": normal(kv_heads * HEAD_DIM, hidden),
@@ -33,7 +33,7 @@ def make_eagle_head(model: Path, directory: Path, *, heads: int = 2, kv_heads: i
         layer + "post_attention_layernorm.weight": np.ones(hidden, dtype=np.float32),
         layer + "mlp.gate_proj.weight": normal(inner, hidden),
         layer + "mlp.up_proj.weight": normal(inner, hidden),
-        layer + "mlp.down_proj.weight": np.float32(0.02) * normal(hidden, inner),
+        layer + "mlp.down_proj.weight": normal(hidden, inner, 0.006),
     }
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
