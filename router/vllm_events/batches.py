@@ -3,7 +3,6 @@
 A batch is [ts, events, data_parallel_rank]. Unknown fields are ignored. Source: vLLM's ``distributed/kv_events.py``.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -96,30 +95,31 @@ class HeldBlock:
 
 
 class Chains(dict[bytes, HeldBlock]):
-    """Held blocks by hash. ``needed``: the blocks of a window, or infinity without one: all back to the beginning.
+    """A group's blocks by hash. ``needed``: the blocks of a window, or infinity without one: all back to the beginning.
 
-    ``touched``: blocks with a changed row or presence. Change the mapping only by ``add``, ``drop`` and ``clear``.
+    ``touched`` gets the blocks with a changed row or presence. Change the mapping only by ``add``, ``drop``, ``clear``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, needed: float, touched: dict[bytes, None]) -> None:
         super().__init__()
-        self.needed = math.inf
-        self.touched: dict[bytes, None] = {}
+        self.needed = needed
+        self._touched = touched
         self._children: dict[bytes, set[bytes]] = {}
 
     def add(self, block: bytes, held: HeldBlock) -> None:
         """Add a block that was not held."""
         above = self.get(held.under)
-        held.row = min(self.needed, self.needed if above is None else above.row + 1)
+        first = held.under == held.root
+        held.row = self.needed if first else min(self.needed, 1 if above is None else above.row + 1)
         self[block] = held
-        self.touched[block] = None
+        self._touched[block] = None
         self._children.setdefault(held.under, set()).add(block)
         self._recount(block, held.row)
 
     def drop(self, block: bytes) -> None:
         """Remove a held block."""
         under = self.pop(block).under
-        self.touched[block] = None
+        self._touched[block] = None
         self._children[under].discard(block)
         if not self._children[under]:
             del self._children[under]
@@ -128,8 +128,12 @@ class Chains(dict[bytes, HeldBlock]):
     def clear(self) -> None:
         """Remove all blocks."""
         super().clear()
-        self.touched.clear()
         self._children.clear()
+
+    def serves(self, block: bytes) -> bool:
+        """Return whether a prompt can continue behind a block."""
+        held = self.get(block)
+        return held is not None and held.row == self.needed
 
     def _recount(self, block: bytes, row: float) -> None:
         """Update the rows of the descendants of a block with the row length ``row``."""
@@ -139,5 +143,5 @@ class Chains(dict[bytes, HeldBlock]):
                 held, longer = self[child], min(self.needed, above + 1)
                 if held.row != longer:
                     held.row = longer
-                    self.touched[child] = None
+                    self._touched[child] = None
                     below.append((child, longer))

@@ -5,14 +5,17 @@ block, and this project's scheduler puts the tenant's in those of the first bloc
 contain the roots. Other blocks have a parent that is already known. No state or order is shared with the code that
 submits requests. A block without its parent is no hit and is not reported until the parent returns. Uses no socket.
 
-A model's layers may form groups with separate blocks. The blocks of one leading group make the chains. With a window or
-a state in some layers, a prompt can be served up to some blocks only, and only those are reported, under ``ENDS_TIER``.
+A model's layers may form groups with separate blocks, which have the same names. A prompt is served up to a block if
+each group can continue behind it: with full attention from all blocks so far, with a window from its last ones, with a
+state from the block alone. With windows or states only such blocks are reported, under ``ENDS_TIER``.
 """
 
+import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
 
@@ -43,8 +46,8 @@ from router.vllm_events.batches import (
 _ROOT = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 _FULL = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
-_BESIDE = _FULL | {"mamba"}
 _WINDOW = frozenset({"sliding_window", "sliding_window_mla"})
+_STATE = "mamba"
 
 _Changes = list[tuple[type[BlocksStored | BlocksRemoved | CacheCleared], bytes]]
 
@@ -53,30 +56,39 @@ class UnsupportedEvents(ValueError):
     """The engine's KV layout does not allow routing. The message contains the reason and the remedy."""
 
 
+@dataclass(slots=True)
+class _Group:
+    """One group's blocks. ``scale``: how many of the routers' blocks each covers; ``copies``: their number by name.
+
+    ``chains``: None if the group needs no earlier block (a state), or if its rule is unknown (``known`` False).
+    """
+
+    known: bool
+    scale: int
+    chains: Chains | None
+    copies: Counter[BlockHash] = field(default_factory=Counter)
+
+
 class VllmPool:
     """One engine's blocks that can be hit and are reported to routers. Iterates over this project's hashes of them.
 
-    ``max_blocks``: the size of the engine's pool, never exceeded. ``states``: whether some layers keep a state instead
-    of KV by token. ``xor``: of the words of the hashes; ``unplaced``: stored blocks without a known chain. One thread
-    changes the pool, and any thread may read it.
+    ``max_blocks``: the size of the engine's pool, never exceeded. ``xor``: of the words of the hashes; ``unplaced``:
+    stored blocks without a known chain. One thread changes the pool, and any thread may read it.
     vLLM does not deduplicate: equal blocks are stored and removed once for each copy, and only the last removal counts.
     """
 
-    def __init__(
-        self, block_size: int, max_blocks: int, clock: Callable[[], float] = time.monotonic, *, states: bool = False
-    ) -> None:
+    def __init__(self, block_size: int, max_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.xor = 0
         self.unplaced = 0
-        self.tier = ENDS_TIER if states else POOL_TIER
-        self._states = states
+        self.tier = POOL_TIER
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._clock = clock
-        self._lead: int | None = None
-        self._blocks = Chains()
+        self._groups: dict[int, _Group] = {}
+        self._touched: dict[bytes, None] = {}
+        self._blocks = Chains(math.inf, self._touched)
+        """Of the group that tells most about a block: one with full attention, or else with the longest window."""
         self._ours: dict[BlockHash, bytes] = {}
-        self._copies: Counter[BlockHash] = Counter()
-        self._others: dict[int | None, Counter[BlockHash]] = {}
         self._told: dict[bytes, None] = {}
 
     def __len__(self) -> int:
@@ -88,7 +100,7 @@ class VllmPool:
     @property
     def held_blocks(self) -> int:
         """The distinct blocks that vLLM's pool holds, in all groups."""
-        return len(self._ours) + sum(map(len, self._others.values()))
+        return sum(len(group.copies) for group in self._groups.values())
 
     def translate(self, batch: KvEventBatch) -> list[Event]:
         """Apply a batch and return its router events. Adjacent events of one kind are joined.
@@ -108,10 +120,10 @@ class VllmPool:
                 self._skip(event)
             elif isinstance(event, BlockRemoved):
                 self._removed(event)
-            elif self._leads(event):
-                self._stored(event, changes)
             else:
-                self._stored_beside(event)
+                self._stored(event, changes)
+        if scales := [group.scale for group in self._groups.values() if group.chains is not None]:
+            self._check_size(min(scales) * self._block_size, min(scales) == 1)
         self._tell(changes)
         return _joined(changes, self.tier)
 
@@ -156,113 +168,142 @@ class VllmPool:
                 yield block_hash, held
 
     def _clear(self, changes: _Changes) -> None:
-        for known in (self._blocks, self._ours, self._copies, self._others, self._told):
+        for group in self._groups.values():
+            group.copies.clear()
+            if group.chains is not None:
+                group.chains.clear()
+        for known in (self._touched, self._ours, self._told):
             known.clear()
         self.xor = 0
         changes.append((CacheCleared, b""))
 
-    def _leads(self, event: BlockStored) -> bool:
-        """Return whether an event is of the leading group: of full attention, or the only one, with a window."""
-        kind, group = event.kv_cache_spec_kind, event.group_idx or 0
-        if self._lead is None and (kind in _FULL or (kind in _WINDOW and not self._states)):
-            self._lead = group
-            if kind in _WINDOW and event.kv_cache_spec_sliding_window:
-                self._blocks.needed = -(-(event.kv_cache_spec_sliding_window - 1) // self._block_size)
-                self.tier = ENDS_TIER
-        return group == self._lead
-
-    def _stored_beside(self, event: BlockStored) -> None:
-        """Record another group's blocks. A second group with a window records none, so that no block is reported."""
-        held = self._others.setdefault(event.group_idx, Counter())
-        if event.kv_cache_spec_kind not in _BESIDE:
-            self._skip(event)
-            return
-        held.update(event.block_hashes)
-        self._touch(event.block_hashes)
+    def _learn(self, event: BlockStored, changes: _Changes) -> _Group:
+        """Return an event's group, which is new. Without it, other groups' blocks were reported too early."""
+        kind, window, size = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, event.block_size
+        chains = None
+        if kind in _FULL or (kind in _WINDOW and window):
+            needed = math.inf if kind in _FULL or not window else max(1, -(-(window - 1) // size))
+            chains = Chains(needed, self._touched)
+            if not any(group.chains is self._blocks for group in self._groups.values()) or needed > self._blocks.needed:
+                self._blocks = chains
+        group = self._groups[event.group_idx or 0] = _Group(
+            chains is not None or kind == _STATE, size // self._block_size, chains
+        )
+        if kind not in _FULL:
+            self.tier = ENDS_TIER
+        if self._told:
+            self._touched |= self._told
+            self._told.clear()
+            self.xor = 0
+            changes.append((CacheCleared, b""))
+        return group
 
     def _skip(self, event: BlockStored | BlockRemoved) -> None:
         if isinstance(event, BlockStored):
             self.unplaced += len(event.block_hashes)
 
     def _stored(self, event: BlockStored, changes: _Changes) -> None:
-        if self._leaves_out(event):
+        group = self._groups.get(event.group_idx or 0) or self._learn(event, changes)
+        if not group.known:
             self._skip(event)
             return
+        whole = group.chains is None or self._is_whole(event)
+        if group.chains is not None and event.block_size != group.scale * self._block_size:
+            if event.block_size < group.scale * self._block_size:  # the end of a prompt, part of a block: no hit
+                return
+            group.scale = event.block_size // self._block_size
+            group.chains.clear()
+            group.copies.clear()
         if self.held_blocks + len(event.block_hashes) > self._max_blocks:  # removals were lost, or the pool changed
             self._clear(changes)
-        roots = [_root(_beside_adapter(event, keys)) for keys in event.extra_keys or [None] * len(event.block_hashes)]
+        if group.chains is None:
+            group.copies.update(event.block_hashes)
+            self._touched |= dict.fromkeys(self._ours[name] for name in event.block_hashes if name in self._ours)
+            return
+        roots = _roots(event, self._block_size)
         parent = b"" if event.parent_block_hash is None else self._ours.get(event.parent_block_hash)
-        if not roots or None in roots or parent is None or not (parent or roots[0]):
+        if not whole or roots is None or parent is None or not (parent or 0 in roots) or not event.block_hashes:
             self._skip(event)
             return
-        ids, size = np.array(event.token_ids, dtype=np.int32), self._block_size
-        raw, last, hashes = ids.tobytes(), parent, list[bytes]()
-        for first, end in pairwise([0, *(i for i in range(1, len(roots)) if roots[i]), len(roots)]):
-            if root := roots[first]:
-                last = private_parent(root, last) if last else root
-            hashes += split_chain(hash_blocks(last, ids[first * size : end * size], size))
-            last = hashes[-1]
-        under = parent or roots[0] or b""
+        ids, size = np.array(event.token_ids, dtype=np.int32), event.block_size
+        hashes = [self._ours[name] for name in event.block_hashes if name in self._ours]
+        if len(hashes) < len(event.block_hashes):
+            hashes, last = [], parent
+            for first, end in pairwise(sorted({0, *roots, len(ids)})):
+                if root := roots.get(first):
+                    last = private_parent(root, last) if last else root
+                hashes += split_chain(hash_blocks(last, ids[first:end], self._block_size))
+                last = hashes[-1]
+            hashes = hashes[group.scale - 1 :: group.scale]
+        raw = ids.tobytes() if group.chains is self._blocks else b""
+        under = parent or roots[0]
         for index, (theirs, ours) in enumerate(zip(event.block_hashes, hashes, strict=True)):
-            self._copies[theirs] += 1
-            if theirs not in self._ours:
-                self._ours[theirs] = ours
+            group.copies[theirs] += 1
+            self._ours[theirs] = ours
+            if ours not in group.chains:
                 content = raw[4 * size * index : 4 * size * (index + 1)]
-                self._blocks.add(ours, HeldBlock(under, roots[index] or b"", content, self._clock(), theirs))
+                group.chains.add(ours, HeldBlock(under, roots.get(size * index, b""), content, self._clock(), theirs))
             under = ours
 
-    def _leaves_out(self, event: BlockStored) -> bool:
-        """Return whether an event omits blocks of its tokens, so that the others cannot be identified.
+    def _is_whole(self, event: BlockStored) -> bool:
+        """Return whether an event has all blocks of its tokens. Otherwise only other groups can identify them.
 
-        Raises UnsupportedEvents for a block size other than the routers', and MalformedBatch for a contradiction.
+        Raises UnsupportedEvents for a block size that is none of the routers', and MalformedBatch for a contradiction.
         """
-        size, tokens, blocks = self._block_size, len(event.token_ids), len(event.block_hashes)
-        if event.block_size != size:
-            raise UnsupportedEvents(
-                f"vLLM's blocks have {event.block_size} tokens and the routers' {size}: "
-                f"set block_size to {event.block_size}"
-            )
+        size, tokens, blocks = event.block_size, len(event.token_ids), len(event.block_hashes)
+        self._check_size(size, size > 0 and size % self._block_size == 0)
         if tokens % size or tokens < size * blocks:
             raise MalformedBatch(f"{tokens} tokens for {blocks} blocks of {size}")
         if event.extra_keys is not None and len(event.extra_keys) != blocks:
             raise MalformedBatch(f"{len(event.extra_keys)} extra keys for {blocks} blocks")
-        return tokens > size * blocks
+        return tokens == size * blocks
+
+    def _check_size(self, size: int, fits: bool) -> None:
+        if not fits:
+            raise UnsupportedEvents(
+                f"vLLM's blocks have {size} tokens and the routers' {self._block_size}: set block_size to {size}"
+            )
 
     def _removed(self, event: BlockRemoved) -> None:
-        leads = (event.group_idx or 0) == (self._lead or 0)
-        copies = self._copies if leads else self._others.setdefault(event.group_idx, Counter())
+        group = self._groups.get(event.group_idx or 0)
+        if group is None or not group.known:
+            return
         for theirs in event.block_hashes:
-            copies[theirs] -= 1
-            if copies[theirs] > 0:
+            group.copies[theirs] -= 1
+            if group.copies[theirs] > 0:
                 continue
-            del copies[theirs]
-            if not leads:
-                self._touch((theirs,))
-            elif ours := self._ours.pop(theirs, None):
-                self._blocks.drop(ours)
-
-    def _touch(self, names: Iterable[BlockHash]) -> None:
-        self._blocks.touched |= dict.fromkeys(self._ours[theirs] for theirs in names if theirs in self._ours)
+            del group.copies[theirs]
+            ours = self._ours.get(theirs)
+            if ours is None:
+                continue
+            if group.chains is None:
+                self._touched[ours] = None
+            elif ours in group.chains:
+                group.chains.drop(ours)
+            if not any(theirs in other.copies for other in self._groups.values()):
+                del self._ours[theirs]
 
     def _tell(self, changes: _Changes) -> None:
         """Append the touched blocks that a prompt can newly be served up to, and those that it no longer can."""
         stored, removed = list[bytes](), list[bytes]()
-        for block in self._blocks.touched:
-            held = self._blocks.get(block)
-            told = held is not None and held.row == self._blocks.needed and self._served(held.theirs)
+        for block in self._touched:
+            told = self._serves(block)
             if told != (block in self._told):
                 (stored if told else removed).append(block)
                 self.xor ^= block_word(block)
-        self._blocks.touched.clear()
+        self._touched.clear()
         self._told |= dict.fromkeys(stored)
         for block in removed:
             del self._told[block]
         changes += [(BlocksRemoved, block) for block in reversed(removed)] + [(BlocksStored, block) for block in stored]
 
-    def _served(self, theirs: BlockHash) -> bool:
-        """Return whether the groups beside the leading one can continue from a block."""
-        known = bool(self._others) or not self._states
-        return known and all(theirs in held for held in self._others.values())
+    def _serves(self, block: bytes) -> bool:
+        """Return whether all groups can continue behind a block."""
+        held = self._blocks.get(block)
+        return held is not None and all(
+            group.known and held.theirs in group.copies if group.chains is None else group.chains.serves(block)
+            for group in self._groups.values()
+        )
 
 
 def _joined(changes: _Changes, tier: str) -> list[Event]:
@@ -284,11 +325,21 @@ def _beside_adapter(event: BlockStored, keys: tuple[object, ...] | None) -> list
     return found
 
 
-def _root(keys: list[object]) -> bytes | None:
-    """Return the root in a block's keys, a single key of 32 hex digits; b"" without keys, None for other keys."""
-    match keys:
-        case []:
-            return b""
-        case [str(salt)] if _ROOT.fullmatch(salt):
-            return bytes.fromhex(salt)
-    return None
+def _roots(event: BlockStored, unit: int) -> dict[int, bytes] | None:
+    """Return the roots in an event's extra keys by the token where their scope begins, or None for other keys.
+
+    A root is 32 hex digits. It begins with its block, or so many tokens later as the number behind it says, a multiple
+    of ``unit``.
+    """
+    roots: dict[int, bytes] = {}
+    for index, keys in enumerate(event.extra_keys or ()):
+        left = _beside_adapter(event, keys)
+        while left:
+            salt, at = left.pop(), 0
+            if isinstance(salt, int) and left:
+                at, salt = salt, left.pop()
+            fits = 0 <= at < event.block_size and not at % unit and index * event.block_size + at not in roots
+            if not fits or not isinstance(salt, str) or not _ROOT.fullmatch(salt):
+                return None
+            roots[index * event.block_size + at] = bytes.fromhex(salt)
+    return roots

@@ -40,7 +40,7 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
         config = self._engine_client.vllm_config
         size, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks
         self._size, self._scopes = size, scopes
-        self._pool = VllmPool(size, blocks, states=bool(config.model_config.is_hybrid))
+        self._pool = VllmPool(size, blocks)
         self.answers = RecentAnswers()
         self._prefills = Prefills(config.scheduler_config.max_num_seqs)
         self._reporter = Reporter(self._prefills.report, self._stats, feed, LOAD_INTERVAL_S)

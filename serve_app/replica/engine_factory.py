@@ -79,11 +79,15 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     if kv_dtype not in ("float16", "bfloat16"):
         kv_dtype = dtype if kv_dtype == "auto" else "fp8"  # numbers of four bits are counted as eight
     model_config = _model_config(info.path, config.hf_overrides)
-    block_bytes = kv_bytes_per_block(model_config, kv_dtype, config.block_size, *config.rank_sizes)
+    transfer = config.enable_prefix_caching and any(
+        (config.kv_pull, config.prewarm, config.handover, config.pin_budget)
+    )
+    sizes = (config.block_size, *config.rank_sizes)
+    block_bytes = kv_bytes_per_block(model_config, kv_dtype, *sizes, grouped=not transfer)
     arguments = {name: value for name, value in config.engine_args.items() if name not in SPEC_ARGS}
     told = dict(arguments)
     if layers := draft_layers(drafting, fields, drafter):
-        block_bytes += kv_bytes_per_block(SimpleNamespace(**layers), kv_dtype, config.block_size, *config.rank_sizes)
+        block_bytes += kv_bytes_per_block(SimpleNamespace(**layers), kv_dtype, *sizes)
         told["drafter"] = _fingerprint(Path(drafting["model"])) if drafter else info.fingerprint
     num_blocks = config.num_blocks
     if on_cpu and num_blocks is None:
@@ -95,8 +99,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
         end_token_ids=info.eos_token_ids,
         block_bytes=block_bytes,
         model_fingerprint=fingerprint_with(info.fingerprint, told),
-        transfer=config.enable_prefix_caching
-        and bool(config.kv_pull or config.prewarm or config.handover or config.pin_budget),
+        transfer=transfer,
         pin_budget=config.pin_budget if config.enable_prefix_caching else 0.0,
         num_blocks=num_blocks,
         max_model_len=max_model_len(config, info),
@@ -157,7 +160,7 @@ def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: Event
 def _model_config(path: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return the config fields that size KV; asks transformers, which loads torch, only for missing defaults."""
     fields = json.loads((path / "config.json").read_text()) | overrides
-    if fields.keys() >= _KV_FIELDS:
+    if fields.keys() >= _KV_FIELDS and (fields.keys() & _KINDS or not fields.get("sliding_window")):
         return SimpleNamespace(**{name: fields[name] for name in fields.keys() & (_KV_FIELDS | _KINDS)})
     from transformers import AutoConfig
 

@@ -1,8 +1,10 @@
 """Sizing of the KV pool: a block has 2 * layers * block_size * kv_heads * head_dim numbers. Imports no torch.
 
-Counts only layers with per-token KV: vLLM puts states of other layers into blocks of the same size.
+Counts only layers with per-token KV: vLLM puts states of other layers into blocks of the same size. It divides layers
+of several kinds into groups, and a block then has the KV of one group's layers.
 """
 
+from collections import Counter
 from typing import Any
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -21,15 +23,20 @@ def keeps_kv(kind: str) -> bool:
     return ("attention" in kind and "linear" not in kind) or kind == "hybrid"
 
 
-def kv_bytes_per_block(config: Any, dtype: str, block_size: int, tensor_ranks: int = 1, stages: int = 1) -> int:
+def kv_bytes_per_block(
+    config: Any, dtype: str, block_size: int, tensor_ranks: int = 1, stages: int = 1, *, grouped: bool = False
+) -> int:
     """Return the bytes of one block over all layers and ranks; every rank allocates as much as the fullest.
 
-    The ``tensor_ranks`` divide the KV heads, at least one each; the ``stages`` divide the layers. Raises ValueError
-    for an unknown ``dtype``.
+    The ``tensor_ranks`` divide the KV heads, at least one each; the ``stages`` divide the layers. ``grouped``: by
+    vLLM's groups of layers. Raises ValueError for an unknown ``dtype``.
     """
     layers, kv_heads, head_dim = kv_shape(config)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    layers = sum(map(keeps_kv, kinds)) or layers
+    sizes = Counter(filter(keeps_kv, kinds)).values()
+    layers = sum(sizes) or layers
+    if grouped and sizes:  # vLLM's rule: groups as large as the smallest kind, unless one of each kind wastes little
+        layers = max(sizes) if max(sizes) < 1.5 * min(sizes) else min(sizes)
     layers, kv_heads = -(-layers // stages) * stages, -(-kv_heads // tensor_ranks) * tensor_ranks
     return 2 * layers * block_size * kv_heads * head_dim * dtype_bytes(dtype)
 

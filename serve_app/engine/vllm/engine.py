@@ -72,7 +72,7 @@ class VllmEngine:
             raise
         self.facts = facts = self._frontend.facts
         self._outbox = Outbox(lambda: self._frontend.loop.call_soon(self._outbox.deliver))
-        self._pool = VllmPool(settings.block_size, facts.num_blocks, states=facts.states)
+        self._pool = VllmPool(settings.block_size, facts.num_blocks)
         self._events = EventSubscriber(self._endpoints.publish, self._endpoints.replay, self._pool, event_sink)
         self.adapters = VllmAdapters(directory / "adapters", self._frontend, settings).slots
         self._jobs = JobRunner(self._frontend, self.adapters, self._copies)

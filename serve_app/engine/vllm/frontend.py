@@ -28,12 +28,11 @@ OnStep = Callable[[int, float, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts that vLLM derives from settings. ``num_blocks``: without its null block; ``states``: see ``VllmPool``."""
+    """Facts that vLLM derives from settings. ``num_blocks``: without its null block."""
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
-    states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +158,17 @@ class VllmFrontend:
             )
         check_drafts(settings.speculative_config)
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
-        wanted = AsyncEngineArgs(**parsed_engine_args(settings.engine_args) | arguments)
-        states = bool(wanted.create_model_config().is_hybrid)
-        if states:
-            wanted.disable_hybrid_kv_cache_manager = False  # states and per-token KV are in different groups
-            if wanted.max_model_len != settings.max_model_len:  # states need blocks too: vLLM finds the length
-                wanted.max_model_len = -1
-        self.llm = AsyncLLM.from_engine_args(wanted, stat_loggers=[self._logger])
+        wanted = AsyncEngineArgs(**parsed_engine_args(settings.engine_args) | arguments).create_engine_config()
+        if settings.num_blocks is not None:  # vLLM then lowers the length to what fits, in all groups of layers
+            wanted.model_config.original_max_model_len = -1
+        self.llm = AsyncLLM.from_vllm_config(wanted, stat_loggers=[self._logger], disable_log_stats=True)
         await self.llm.collective_rpc("choose_by_position")
         config = self.llm.vllm_config
         size = config.cache_config.block_size
         if size != settings.block_size:
             raise ValueError(f"vLLM computes this model in blocks of {size} tokens here; set block_size: {size}")
         model = config.model_config
-        return ModelFacts(model.get_vocab_size(), model.max_model_len, config.cache_config.num_gpu_blocks - 1, states)
+        return ModelFacts(model.get_vocab_size(), model.max_model_len, config.cache_config.num_gpu_blocks - 1)
 
 
 def _generated(output: Any, params: Any, prompt: list[int]) -> Generated:

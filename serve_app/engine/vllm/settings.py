@@ -92,7 +92,8 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "prefix_caching_hash_algo": "sha256",  # collision-proof: vLLM compares no tokens
-        "disable_hybrid_kv_cache_manager": True,  # all KV is then one group, which a directory can describe fully
+        # Copies and pins need all KV in one group. Without them the layers' groups are vLLM's own.
+        "disable_hybrid_kv_cache_manager": True if settings.transfer else None,
         "prefix_cache_retention_interval": None,  # else events of windows and states do not identify their blocks
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
@@ -133,7 +134,6 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         }
     if blocks is not None:
         arguments["num_gpu_blocks_override"] = blocks + 1  # one is vLLM's null block
-        arguments["max_model_len"] = min(settings.max_model_len, blocks * settings.block_size)
     if on_cpu and blocks is not None:
         arguments["kv_cache_memory_bytes"] = settings.block_bytes * (blocks + 1) // settings.ranks  # vLLM's is per rank
     elif settings.kv_cache_bytes is not None:

@@ -313,68 +313,140 @@ def ends(*tokens: int) -> BlocksStored:
 
 def test_a_prompt_is_served_as_far_as_every_group_continues() -> None:
     """With states, a block counts while each group holds its own part, reported in any order."""
-    pool = VllmPool(2, 20, states=True)
+    pool = VllmPool(2, 20)
     assert told(pool, state(b"3"), LEADING) == [ends(1, 2, 3, 4, 5, 6)]
     assert [pool.count_held(PROMPT, most) for most in (3, 2)] == [3, 0]
     assert told(pool, state(b"2")) == [ends(1, 2, 3, 4)]
     assert [pool.count_held(PROMPT, most) for most in (3, 2, 1)] == [3, 2, 0]
-    assert told(pool, state(group=2)) == []
     assert told(pool, state(b"3", group=2), BlockRemoved([b"2"], "GPU", 0)) == [
-        BlocksRemoved(chain(1, 2, 3, 4)[-16:], ENDS_TIER)
-    ]
-    assert pool.count_held(PROMPT, 3) == 3
+        CacheCleared(), ends(1, 2, 3, 4, 5, 6)
+    ], "a group was unknown"  # fmt: skip
+    assert told(pool, state(b"1"), state(b"1", group=2)) == [ends(1, 2)]
     assert told(pool, BlockRemoved([b"3"], "GPU", 1)) == [BlocksRemoved(PROMPT[-16:], ENDS_TIER)]
-    assert pool.held_blocks == 4
+    assert pool.held_blocks == 6
     assert told(pool, AllBlocksCleared()) == [CacheCleared()]
     assert told(pool, LEADING) == [], "no state is known"
 
 
-def test_nothing_is_reported_of_a_model_with_a_window_beside_states() -> None:
-    """Its requests are routed by load."""
-    pool = VllmPool(2, 20, states=True)
-    window = msgspec.structs.replace(LEADING, group_idx=2, kv_cache_spec_kind="sliding_window")
-    assert told(pool, state(b"3"), LEADING, window) == []
-    assert told(pool, state(b"2")) == []
-    assert (pool.count_held(PROMPT, 3), pool.unplaced) == (0, 3)
+def test_nothing_is_reported_while_a_groups_rule_is_unknown() -> None:
+    """Requests of such a model are routed by load."""
+    pool = VllmPool(2, 20)
+    chunks = msgspec.structs.replace(LEADING, group_idx=2, kv_cache_spec_kind="chunked_local_attention")
+    assert told(pool, LEADING) == [BlocksStored(PROMPT)]
+    assert told(pool, chunks) == [CacheCleared()]
+    assert (pool.count_held(PROMPT, 3), pool.unplaced, pool.held_blocks) == (0, 3, 3)
 
 
-@given(
-    needed=st.integers(1, 4),
-    steps=st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 9)), max_size=40),
-)
-def test_a_window_continues_from_any_whole_window(needed: int, steps: list[tuple[bool, bool, int]]) -> None:
-    """Two prompts differ after four blocks; any block may be removed. The result equals vLLM's own rule."""
-    pool, directory = VllmPool(2, 30), Directory(2)
+# Full attention, a window of so many tokens, or a state (0); the blocks of the routers that one of the group's covers.
+Group = tuple[int | None, int]
+GROUPS: dict[str, list[Group]] = {
+    "full attention": [(None, 1)],
+    "a window in every layer": [(7, 1)],
+    "one window beside full attention, in two groups": [(7, 1), (None, 1), (7, 1)],
+    "two windows": [(2, 1), (9, 1)],
+    "two windows beside full attention": [(4, 1), (9, 1), (None, 1)],
+    "states": [(0, 1), (None, 1)],
+    "states beside windows": [(0, 1), (5, 1)],
+    "states and windows beside full attention": [(0, 1), (5, 1), (None, 1)],
+    "larger blocks in full attention": [(7, 1), (None, 2)],
+    "larger blocks in windows": [(9, 2), (None, 1)],
+    "a window within a block": [(1, 1), (None, 1)],
+}
+Steps = st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans(), st.integers(0, 9)), max_size=50)
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
+@given(steps=Steps, together=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_reuse_follows_vllms_rule_over_its_groups(
+    groups: list[Group], steps: list[tuple[int, bool, bool, int]], together: int
+) -> None:
+    """Two prompts differ after four blocks; each group removes and stores any block. Batches have several events."""
+    pool, directory, mirror = VllmPool(2, 90), Directory(2), Routers()
     directory.add_replica("r")
     tokens = {False: list(range(20)), True: [*range(8), *range(100, 112)]}
     names = {side: [b"%d" % ids[2 * i] for i in range(10)] for side, ids in tokens.items()}
-    held: set[bytes] = set()
-    for side, store, at in steps:
-        name = names[side][at]
-        if store == (name in held) or (store and at and names[side][at - 1] not in held):
+    held: list[set[bytes]] = [set() for _ in groups]
+    events: list[Any] = []
+
+    def change(which: int, side: bool, at: int) -> None:
+        scale = groups[which][1]
+        name = names[side][at + scale - 1]
+        gone = name in held[which]
+        held[which] ^= {name}
+        stored = _stored_event(which, groups[which], names[side], tokens[side], at)
+        events.append(BlockRemoved([name], "GPU", which) if gone else stored)
+
+    for which, (_, scale) in enumerate(groups):
+        for side in (False, True):
+            for at in range(4 * side, 10, scale):
+                change(which, side, at)
+    for number, (which, side, store, at) in enumerate(steps):
+        which %= len(groups)
+        scale = groups[which][1]
+        placed = {b""}.union(*(mine for (window, _), mine in zip(groups, held, strict=True) if window != 0))
+        found = [
+            i for i in range(0, 10, scale)
+            if store != (names[side][i + scale - 1] in held[which])
+            and (not store or not i or names[side][i - 1] in placed)
+        ]  # fmt: skip
+        if found:
+            change(which, side, found[at % len(found)])
+        if number % together:
             continue
-        held ^= {name}
-        event = BlockStored(
-            [name], names[side][at - 1] if at else None, tokens[side][2 * at : 2 * at + 2], 2, "GPU", None,
-            [None if at else (ROOT.hex(),)], 0, "sliding_window", 2 * needed + 1,
-        ) if store else BlockRemoved([name], "GPU", 0)  # fmt: skip
-        events = told(pool, event)
-        directory.apply("r", events)
+        changes = told(pool, *events)
+        events.clear()
+        directory.apply("r", changes)
+        mirror(changes)
         for other, ids in tokens.items():
-            hit = _vllm_window_hit([block in held for block in names[other]], needed)
+            hit = _vllm_hit(groups, names[other], held)
             assert pool.count_held(chain(*ids), 10) == hit
             assert directory.match(chain(*ids)).get("r", 0) == 2 * hit
-        assert directory.drift("r", CacheDigest((TierDigest(ENDS_TIER, len(pool), pool.xor),))) is None
+        digest = CacheDigest((TierDigest(pool.tier, len(pool), pool.xor),))
+        assert directory.drift("r", digest) is None
+        assert mirror.mirror.holds(digest)
+        assert pool.held_blocks == sum(map(len, held))
+        assert pool.unplaced == 0
 
 
-def _vllm_window_hit(held: list[bool], needed: int) -> int:
+def _stored_event(index: int, group: Group, names: list[bytes], tokens: list[int], at: int) -> BlockStored:
+    (window, scale), kind = group, "sliding_window"
+    return BlockStored(
+        [names[at + scale - 1]], names[at - 1] if at else None, tokens[2 * at : 2 * (at + scale)], 2 * scale, "GPU",
+        None, [None if at else (ROOT.hex(),)], index,
+        "full_attention" if window is None else kind if window else "mamba", window or None,
+    )  # fmt: skip
+
+
+def _vllm_hit(groups: list[Group], names: list[bytes], held: list[set[bytes]]) -> int:
+    """Return the blocks hit. Source: ``HybridKVCacheCoordinator.find_longest_cache_hit`` and the groups' managers."""
+    align, most = max(scale for _, scale in groups), len(names)
+    while True:
+        before = most
+        for (window, scale), mine in zip(groups, held, strict=True):
+            own = [names[i] in mine for i in range(scale - 1, most // scale * scale, scale)]
+            if window is None:
+                blocks = own.index(False) if False in own else len(own)
+                most = blocks * scale // align * align
+            elif window:
+                most = _window_hit(own, -(-(window - 1) // (2 * scale)), align // scale) * scale
+            else:
+                most = max((i + 1 for i, one in enumerate(own) if one and not (i + 1) * scale % align), default=0)
+        if most == before:
+            return most
+
+
+def _window_hit(held: list[bool], needed: int, align: int) -> int:
     """Source: ``SlidingWindowManager.find_longest_cache_hit``."""
     row = 0
     for index in reversed(range(len(held))):
-        row = row + 1 if held[index] else 0
-        if row == needed:
-            return index + needed
-    return row
+        if not held[index]:
+            row = 0
+        elif row or not (index + 1) % align:
+            row += 1
+            if row >= needed:
+                return index + row
+    return row // align * align
 
 
 def test_an_event_that_contradicts_itself_is_malformed() -> None:

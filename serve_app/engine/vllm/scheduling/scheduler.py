@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from serve_app.engine.runner.prompt_logprobs import LEAST_ROWS
 from serve_app.engine.step import ceil_div
@@ -34,7 +35,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         self._blocks = ScopedBlocks(pool, self._pool_queue, self.cache_config.prefix_caching_hash_algo)
         self.waiting = FairRequestQueue()
         self._turns = TenantTurns(
-            self.max_num_scheduled_tokens, self.max_num_active_reqs, pool.num_gpu_blocks - 1, self.block_size
+            self.max_num_scheduled_tokens, self.max_num_active_reqs, pool.num_gpu_blocks - 1, self._blocks_for
         )
         self._plan = Plan()
         self._ranked = False
@@ -131,8 +132,17 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         """Return the tokens and blocks that a waiting request would need if it started now."""
         groups, cached_tokens = self._hit(request)
         taken = self._turns.blocks_of(request) - sum(block.ref_cnt > 0 for group in groups for block in group)
-        taken += 2 * (len(groups) - 1)  # a group beside full attention has the last state and the next
         return Need(request.num_tokens - cached_tokens, taken)
+
+    def _blocks_for(self, tokens: int) -> int:
+        """Return the most blocks, in all groups, that a request of so many tokens holds at once."""
+        blocks = 0
+        for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            most = manager.max_admission_blocks_per_request  # of a window; a group of states has the last and the next
+            most = 2 if isinstance(manager.kv_cache_spec, MambaSpec) else most
+            whole = ceil_div(tokens, manager.block_size)
+            blocks += whole if most is None else min(whole, most)
+        return blocks
 
     def _hit(self, request: Any) -> tuple[list[list[Any]], int]:
         """Return the cached blocks of each group, and the number of tokens, that a request would read now."""

@@ -62,9 +62,10 @@ class ScopedBlocks:
         public = tokens // block_size
         self._queue.hand_over(blocks[num_cached_blocks : min(public, num_full_blocks)], PUBLIC)
         if self._pool.enable_kv_cache_events and num_cached_blocks <= public < num_full_blocks:
-            keys = self._pool.kv_event_queue[-1].extra_keys
-            if len(keys) == num_full_blocks - num_cached_blocks:  # else the group keeps only some: not in directories
-                keys[public - num_cached_blocks] = (*(keys[public - num_cached_blocks] or ()), salt)
+            keys = self._pool.kv_event_queue[-1].extra_keys or ()
+            if len(keys) == num_full_blocks - num_cached_blocks:  # else the group keeps only some: a state's last one
+                own = (salt, tokens % block_size) if tokens % block_size else (salt,)  # it may begin in a block
+                keys[public - num_cached_blocks] = (*(keys[public - num_cached_blocks] or ()), *own)
 
     def _hashes(self, own: Hasher, public: int, salt: str, request: Any) -> list[Any]:
         """Return the hashes that a request lacks, like vLLM's ``own`` hasher except for the first private block."""

@@ -6,14 +6,13 @@ the rule of ``fairness.verdict``. Reads vLLM's requests and changes none.
 
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from serve_app.engine.protocol import Clock
 from serve_app.engine.scheduling.fair_queue import FairQueue
 from serve_app.engine.scheduling.running_set import RESERVED_TOKENS
-from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.scheduling.tenant import tenant_of
 from serve_app.fairness.shares import Budget, Shares, verdict
 
@@ -45,22 +44,25 @@ class Plan:
 
 
 class TenantTurns:
-    """Steps of up to ``max_tokens`` for ``places`` requests over a pool of ``blocks`` of ``block_size`` tokens."""
+    """Steps of up to ``max_tokens`` for ``places`` requests over a pool of ``blocks``.
+
+    ``blocks_for``: most blocks that a request of so many tokens holds at once.
+    """
 
     def __init__(
-        self, max_tokens: int, places: int, blocks: int, block_size: int, clock: Clock = time.monotonic
+        self, max_tokens: int, places: int, blocks: int, blocks_for: Callable[[int], int], clock: Clock = time.monotonic
     ) -> None:
         self.shares = Shares({}, clock)
         self._max_tokens = max_tokens
         self._places = places
         self._blocks = blocks
-        self._block_size = block_size
+        self._blocks_for = blocks_for
         self._fair_queue: FairQueue[Any] = FairQueue(max_tokens)
 
     def blocks_of(self, request: Any) -> int:
         """Return the blocks that a request needs in all: those of its tokens and of the answer's next ones."""
         tokens = min(request.num_prompt_tokens + request.max_tokens, request.num_tokens + RESERVED_TOKENS)
-        return ceil_div(tokens, self._block_size)
+        return self._blocks_for(tokens)
 
     def plan(self, running: Collection[Any], waiting: Iterable[Any], in_use: Mapping[str, int], pool: Pool) -> Plan:
         """Return the next step's plan. ``waiting``: in their order; ``in_use``: blocks by tenant.
@@ -78,7 +80,7 @@ class TenantTurns:
                 continue
             tenant = tenant_of(request)
             step.places.take(tenant, 1)
-            held = ceil_div(request.num_computed_tokens, self._block_size)
+            held = self._blocks_for(request.num_computed_tokens)
             step.blocks.take(tenant, max(0, self.blocks_of(request) - held))
             if request.is_prefill_chunk:
                 step.plan.limits[request.request_id] = 0

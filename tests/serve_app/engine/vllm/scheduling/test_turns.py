@@ -34,7 +34,7 @@ class Turns(TenantTurns):
     """Steps of 512 tokens, 8 places, 100 blocks of 10 tokens, tenants a, b and c."""
 
     def __init__(self) -> None:
-        super().__init__(512, 8, 100, 10, lambda: 0.0)
+        super().__init__(512, 8, 100, lambda tokens: -(-tokens // 10), lambda: 0.0)
         self.cached = Counter[str]()
         self.shares.set_weights(dict.fromkeys("abc", 1.0))
         for tenant in "abc":
