@@ -56,9 +56,7 @@ def full(size: int = SIZE) -> KVCacheSpec:
 
 
 def window(tokens: int, size: int = SIZE) -> KVCacheSpec:
-    return SlidingWindowSpec(
-        block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=tokens
-    )
+    return SlidingWindowSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=tokens)
 
 
 def state() -> KVCacheSpec:
@@ -194,7 +192,8 @@ class Served:
         """Follow vLLM's events; the pool then has vLLM's blocks, and routers have the pool's."""
         batch = KVEventBatch(ts=1.0, events=self.manager.take_events(), data_parallel_rank=0)
         self.directory.apply("r", self.pool.translate(decode_batch(msgspec.msgpack.encode(batch))))
-        assert self.directory.drift("r", CacheDigest((TierDigest(self.pool.tier, len(self.pool), self.pool.xor),))) is None
+        digest = CacheDigest((TierDigest(self.pool.tier, len(self.pool), self.pool.xor),))
+        assert self.directory.drift("r", digest) is None
         names = self.manager.block_pool.cached_block_hash_to_block
         assert self.pool.held_blocks == len(names) or self.parts
         assert self.pool.unplaced == 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
-from transformers import AutoModelForCausalLM, GptOssConfig, Lfm2Config, MistralConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, Lfm2Config, MistralConfig
 
 from router.directory import Directory
 from router.protocol.block_hash import PrefixScope
@@ -51,6 +51,12 @@ MODELS = {
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
+    "Gemma 3: three layers with a window for each with full attention": Gemma3TextConfig(
+        **{**SIZES, "initializer_range": 0.1, "tie_word_embeddings": True},
+        head_dim=32,
+        sliding_window=80,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+    ),
 }
 BLOCKS = 80
 SCOPES = {name: PrefixScope("tiny", salt=name.encode()) for name in ("a", "b")}
@@ -90,7 +96,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     config = AppConfig(
         engine="vllm",
         block_size=BLOCK,
-        num_blocks=BLOCKS,
+        num_blocks=2 * BLOCKS if "Gemma" in request.param else BLOCKS,  # each has the KV of one layer in four
         max_model_len=1024,
         max_num_seqs=4,
         max_num_batched_tokens=250,  # a turn would end within a block unless prevented

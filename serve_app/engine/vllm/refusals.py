@@ -80,8 +80,7 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
 def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool) -> list[str]:
     """Return the conflicts between these settings and a model's config.json.
 
-    Windows in some layers, beside full attention in others, cause none: vLLM keeps all their KV while its hybrid cache
-    manager is off.
+    Windows in some layers, beside full attention in others, cause none: with copies or pins vLLM keeps all their KV.
     """
     text: Mapping[str, Any] = fields.get("text_config") or fields
     kinds = set(text.get("layer_types") or text.get("layers_block_type") or ())

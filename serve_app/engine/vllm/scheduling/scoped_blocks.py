@@ -62,8 +62,8 @@ class ScopedBlocks:
         public = tokens // block_size
         self._queue.hand_over(blocks[num_cached_blocks : min(public, num_full_blocks)], PUBLIC)
         if self._pool.enable_kv_cache_events and num_cached_blocks <= public < num_full_blocks:
-            keys = self._pool.kv_event_queue[-1].extra_keys or ()
-            if len(keys) == num_full_blocks - num_cached_blocks:  # else the group keeps only some: a state's last one
+            keys = self._pool.kv_event_queue[-1].extra_keys
+            if keys and len(keys) == num_full_blocks - num_cached_blocks:  # a group of states keeps only some
                 own = (salt, tokens % block_size) if tokens % block_size else (salt,)  # it may begin in a block
                 keys[public - num_cached_blocks] = (*(keys[public - num_cached_blocks] or ()), *own)
 
