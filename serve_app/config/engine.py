@@ -31,8 +31,8 @@ WITHOUT_KV = frozenset({NGRAM, "ngram_gpu", "suffix", "medusa", "mlp_speculator"
 _OF_PAST = WITHOUT_KV | {"draft_model", "dflash", "dspark"}
 """Methods whose KV, if any, depends on no later token."""
 
-_MOST_AHEAD = 16
-"""Later tokens on which a drafter's KV may depend, if no number of drafted tokens is given."""
+MOST_AHEAD = 16
+"""The number of drafted tokens to expect if only the drafter knows it."""
 
 VLLM_MISSING = (
     "engine=vllm needs vLLM 0.32 in the environment of the replicas: on a GPU run `pip install '.[vllm]'` in a clone; "
@@ -198,7 +198,7 @@ class EngineSection(BaseModel):
         drafting = self.drafting
         if not drafting or drafting.get("method") in _OF_PAST:
             return 0
-        return int(drafting.get("num_speculative_tokens") or _MOST_AHEAD)
+        return int(drafting.get("num_speculative_tokens") or MOST_AHEAD)
 
     @property
     def rank_sizes(self) -> tuple[int, int]:

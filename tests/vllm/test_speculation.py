@@ -1,4 +1,4 @@
-"""Drafts from the text itself in vLLM: fewer steps, but the tokens and the directory of an engine without drafts."""
+"""Drafts in vLLM, of the text itself or a drafter: the tokens and the directory are those without drafts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,18 +8,43 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from serve_app.engine.protocol import TokenRules
+from benchmarks.common.random_drafter import make_eagle_head
+from serve_app.engine.protocol import RequestTooLong, Save, TokenRules
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.structured.grammar import Grammar
 from serve_app.structured.matcher import Matchers
 from tests.serve_app.engine.tiny import request, run_all
-from tests.vllm.engines import BLOCK, Both, both_engines, compute, outputs_of, prefix_of, tokens_of
+from tests.vllm.engines import BLOCK, Both, both_engines, compute, eventually, outputs_of, prefix_of, reset, tokens_of
 
 
 @pytest.fixture(scope="module")
 def both(demo_model_path: Path) -> Iterator[Both]:
     with both_engines(demo_model_path, speculative_model="ngram", num_speculative_tokens=3) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def eagle(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """A drafter that reads the model's states and the next token; saves may keep all but 62 blocks."""
+    head = make_eagle_head(demo_model_path, tmp_path_factory.mktemp("eagle") / "head")
+    drafting = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    with both_engines(demo_model_path, speculative_config=drafting, pin_budget=34) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def twin(demo_model_path: Path) -> Iterator[Both]:
+    """The model drafts for itself, so that every draft is right as long as the drafter's KV is."""
+    drafting = {"method": "draft_model", "model": str(demo_model_path), "num_speculative_tokens": 3}
+    with both_engines(demo_model_path, speculative_config=drafting) as running:
+        yield running
+
+
+@pytest.fixture
+def drafter(request: pytest.FixtureRequest) -> Both:
+    """The engines of the fixture with the parameter's name."""
+    found: Both = request.getfixturevalue(request.param)
+    return found
 
 
 def drafts(both: Both) -> tuple[float, float]:
@@ -118,8 +143,10 @@ def test_a_request_without_drafts_has_none(both: Both) -> None:
     assert alone == tokens_of(both.torch, "r", repetitive(both, 60), max_tokens=30, **sampling)
 
 
-def test_the_directory_predicts_the_delivered_tokens(both: Both) -> None:
+@pytest.mark.parametrize("drafter", ["both", "eagle"], indirect=True)
+def test_the_directory_predicts_the_delivered_tokens(drafter: Both) -> None:
     """Conversations grow in a pool that evicts; prompts with only a new last token run beside others' drafts."""
+    both = drafter
     random, wrong, hits = np.random.default_rng(3), [], 0
     talks = [repetitive(both, 40 + 50 * i, i) for i in range(6)]
     before = drafts(both)[1]
@@ -151,3 +178,77 @@ def test_a_prompts_last_token_alone_goes_with_a_turn_of_its_tenant(both: Both) -
         again.tokens == {"a": tokens, "b": tokens} == run_all(both.torch, [request(n, ids) for n in ("a", "b")]).tokens
     )
     assert again.cached == {"a": 2 * BLOCK, "b": 2 * BLOCK}
+
+
+LENGTHS = (BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 500, 32 * BLOCK + 1)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "twin"], indirect=True)
+def test_a_repeated_prompt_finds_as_much_as_without_drafts(drafter: Both) -> None:
+    """All whole blocks before its last token; the answer is the one without drafts."""
+    both = drafter
+    before, found = drafts(both)[0], {}
+    for length in LENGTHS:
+        ids = both.prompt(length, seed=length)
+        _, tokens = compute(both, ids)
+        again = run_all(both.vllm, [request("again", ids)])
+        assert again.tokens["again"] == tokens == tokens_of(both.torch, "again", ids)
+        found[length] = again.cached["again"]
+    assert found == {length: (length - 1) // BLOCK * BLOCK for length in LENGTHS}
+    assert drafts(both)[0] > before
+
+
+def test_another_token_after_a_block_is_another_draft_and_the_same_answer(eagle: Both) -> None:
+    """The drafter's KV of the block's last token is then of the earlier prompt; the hit keeps the block."""
+    ids = eagle.prompt(3 * BLOCK, seed=41)
+    compute(eagle, np.concatenate([ids, eagle.prompt(5, seed=42)]))
+    other = np.concatenate([ids, eagle.prompt(9, seed=43)])
+    found = run_all(eagle.vllm, [request("other", other, 20)])
+    assert found.cached["other"] == 3 * BLOCK
+    assert found.tokens["other"] == tokens_of(eagle.torch, "other", other, max_tokens=20)
+
+
+def accepted_after(both: Both, name: str, ids: Any) -> tuple[float, list[int], int]:
+    """Return the part of the drafts that an answer accepted, its tokens and its cached tokens."""
+    before = drafts(both)
+    found = run_all(both.vllm, [request(name, ids, 1 + 4 * 5)])
+    proposed, accepted = (now - then for now, then in zip(drafts(both), before, strict=True))
+    return accepted / proposed, found.tokens[name], found.cached[name]
+
+
+def test_a_drafters_kv_is_computed_found_and_copied_with_the_models(twin: Both) -> None:
+    """All drafts are right after a cold start, a hit, and a copy from a peer into an empty pool."""
+    ids = twin.prompt(10 * BLOCK + 7, seed=51)
+    cold = accepted_after(twin, "cold", ids)
+    prefix = prefix_of(ids)
+    eventually(lambda: twin.vllm.known_blocks(prefix.chain, 10) == 10)
+    warm = accepted_after(twin, "warm", ids)
+    part = twin.vllm.transfer.export_prefix(prefix)
+    assert part is not None
+    assert part.header.blocks == 10
+    reset(twin)
+    assert twin.vllm.transfer.import_part(part, prefix, 0) == 10
+    copied = accepted_after(twin, "copied", ids)
+    assert cold == (1.0, cold[1], 0)
+    assert warm == copied == (1.0, cold[1], 10 * BLOCK)
+
+
+def test_a_save_beside_drafts_outlives_a_flood_and_leaves_space_for_them(eagle: Both) -> None:
+    """A request that fits beside all saves, but not with its drafts too, is refused: it would wait for ever."""
+    ids = eagle.prompt(34 * BLOCK + 1, seed=61)
+    saved = structs.replace(request("save", ids), saves=(Save(b"s" * 16, 34 * BLOCK),))
+    first = next(output.first for output in outputs_of(eagle.vllm, saved) if output.first is not None)
+    assert first.save is not None and first.save.outcome == "saved"
+    with pytest.raises(RequestTooLong):
+        eagle.vllm.submit(request("long", eagle.prompt(62 * BLOCK - 8, seed=62), 8), lambda outputs: None)
+    for seed in (63, 64):
+        tokens_of(eagle.vllm, "flood", eagle.prompt(61 * BLOCK - 8, seed=seed), max_tokens=8)
+    assert run_all(eagle.vllm, [request("again", ids)]).cached["again"] == 34 * BLOCK
+    reset(eagle)
+
+
+def test_a_wrong_field_is_one_sentence(demo_model_path: Path) -> None:
+    """vLLM starts nothing for it."""
+    drafting = {"method": "ngram", "num_speculative_token": 3}
+    with pytest.raises(ValueError, match="did you mean num_speculative_tokens"):
+        both_engines(demo_model_path, speculative_config=drafting).__enter__()

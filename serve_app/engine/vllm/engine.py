@@ -19,6 +19,7 @@ from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport, StatsReport
 from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
+from serve_app.config.engine import MOST_AHEAD
 from serve_app.engine.protocol import (
     EngineError,
     EngineOutput,
@@ -33,6 +34,7 @@ from serve_app.engine.protocol import (
 from serve_app.engine.reports import EngineMeters, Outbox, pin_samples
 from serve_app.engine.scheduling.sequence import check_request
 from serve_app.engine.settings import STALL_AFTER_S
+from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
@@ -77,6 +79,9 @@ class VllmEngine:
         self.adapters = VllmAdapters(directory / "adapters", self._frontend, settings).slots
         self._jobs = JobRunner(self._frontend, self.adapters, self._copies)
         self._saves = VllmSaves(settings, facts.num_blocks, self._pool, self._jobs.run, self._meters)
+        self._kept_blocks = self._saves.pins.budget_blocks
+        if self._kept_blocks and (drafting := settings.speculative_config):  # drafts need space beside saves
+            self._kept_blocks += ceil_div(drafting.get("num_speculative_tokens") or MOST_AHEAD, settings.block_size)
         self.transfer = VllmMigration(
             settings,
             facts,
@@ -114,7 +119,7 @@ class VllmEngine:
             structs.replace(request, sampling=sampling),
             vocab_size=self.facts.vocab_size,
             max_model_len=self.facts.max_model_len,
-            max_blocks=self.facts.num_blocks - self._saves.pins.budget_blocks,
+            max_blocks=self.facts.num_blocks - self._kept_blocks,
             block_size=size,
         )
         choice = choice_of(request, f"{self._endpoints.directory}/failed-{id(request):x}-{time.monotonic_ns():x}")
