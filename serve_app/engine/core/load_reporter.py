@@ -19,7 +19,8 @@ class _Work:
     """The rest of a prefill. ``rank``: see ``Scheduler.rank``; infinite if it waits for more than its turn.
 
     ``under_way``: tokens in the running step. ``waits``: whether it counts as a waiting sequence. ``contended``: the
-    tenants' turns decide whether it or another sequence computes its next block.
+    tenants' turns decide whether it or another sequence computes its next block. ``passes``: at its tenant's turn it
+    will wait for another sequence's block, so a newcomer of the tenant has that turn.
     """
 
     tenant: str
@@ -28,6 +29,7 @@ class _Work:
     waits: bool
     under_way: int = 0
     contended: bool = False
+    passes: bool = False
 
 
 class LoadReporter:
@@ -72,6 +74,7 @@ class LoadReporter:
         for sequence in sorted(scheduler.ready(), key=scheduler.rank):
             work, wanted = self._work[sequence.request.request_id], scheduler.missing_block(sequence)
             if wanted and scheduler.pending.has(wanted):
+                work.passes = True
                 continue  # it will wait for the sequence that computes this block
             other = first.setdefault(wanted, work) if wanted else work
             if other.tenant != work.tenant:
@@ -126,6 +129,8 @@ class LoadReporter:
             if work.rank < _LAST:
                 queued[work.tenant] += rest
                 old[work.tenant] += rest if is_old else 0
+            elif work.passes:
+                queued[work.tenant] += 0
             if work.waits and not work.contended and (is_old or not rest):
                 sequences += 1
         if self.tenants <= 1:

@@ -132,6 +132,13 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
     tenants="abc",
     paced=False,
 )
+@example(  # tenant b's prompt will wait for a block of a's; a newcomer of b has its turn, which comes before a's
+    rows=[(39, 0, "a", True), (144, 0, "a", False), (161, 0, "b", True), (161, 0.25, "a", True), (330, 0, "a", False)],
+    steps=2,
+    tenant="b",
+    tenants="abc",
+    paced=True,
+)
 def test_committed_tokens_are_before_everybodys_newcomer(
     rows: list[tuple[int, float, str, bool]], steps: int, tenant: str, tenants: str, paced: bool
 ) -> None:
