@@ -1,13 +1,14 @@
 """Metric samples for transfer.
 
 A sample is (name, labels, number). A histogram yields samples in Prometheus's form. ``faded`` is the decay of hits, so
-that frequent and recent use makes a prefix hot.
+that frequent and recent use makes a prefix hot. ``Mean`` and ``Rate`` smooth what is measured.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 HEAT_MEMORY_S = 600.0
 """A hit counts 1/e as much after this time."""
@@ -16,6 +17,36 @@ HEAT_MEMORY_S = 600.0
 def faded(hits: float, used_s: float, now_s: float) -> float:
     """Return the value at ``now_s`` of hits that had the value ``hits`` at ``used_s``."""
     return hits * math.exp((used_s - now_s) / HEAT_MEMORY_S)
+
+
+@dataclass(slots=True)
+class Mean:
+    """A mean of which the newest value is the part ``weight``. ``begun``: whether ``value`` counts as an older one."""
+
+    weight: float
+    value: float = 0.0
+    begun: bool = False
+
+    def observe(self, value: float) -> None:
+        """Add a value."""
+        self.value += (self.weight if self.begun else 1.0) * (value - self.value)
+        self.begun = True
+
+
+class Rate(NamedTuple):
+    """An ``amount`` in ``seconds`` of work, in which older work counts less."""
+
+    amount: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def per_s(self) -> float:
+        """The amount per second, 0.0 while unknown."""
+        return self.amount / self.seconds if self.seconds else 0.0
+
+    def then(self, amount: float, seconds: float, kept: float = 1.0) -> "Rate":
+        """Return the rate after more work, with the fraction ``kept`` of that until now."""
+        return Rate(self.amount * kept + amount, self.seconds * kept + seconds)
 
 
 Labels = tuple[tuple[str, str], ...]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
 from router.protocol.request import Decision
-from router.protocol.samples import Histogram, Labels, Sample
+from router.protocol.samples import Histogram, Labels, Mean, Rate, Sample
 from serve_app.cache.prefix.pins import Pins
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineOutput, FinishReason, OutputSink, SaveOutcome
@@ -31,8 +31,6 @@ class EngineMeters:
     """Counters of an engine since its start."""
 
     def __init__(self) -> None:
-        self.prefill_tokens_per_s = 0.0
-        self.decode_step_s = 0.0
         self.prompt_tokens = 0
         self.computed_prompt_tokens = 0
         self.recomputed_tokens = 0
@@ -47,13 +45,23 @@ class EngineMeters:
         self._queries: Counter[str] = Counter()
         self._hits: Counter[str] = Counter()
         self._preemptions: Counter[str] = Counter()
-        self._rate_tokens = 0.0
-        self._rate_s = 0.0
+        self._prefill = Rate()
+        self._decode_s = Mean(_DECODE_WEIGHT)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """The smoothed rate, 0.0 while unknown."""
+        return self._prefill.per_s
+
+    @property
+    def decode_step_s(self) -> float:
+        """The smoothed duration of a step without prefill, 0.0 while unknown."""
+        return self._decode_s.value
 
     @property
     def prefill_rate_tokens(self) -> int:
         """Prefill tokens behind ``prefill_tokens_per_s``, older ones with a lower weight."""
-        return round(self._rate_tokens)
+        return round(self._prefill.amount)
 
     def admitted(self, tenant: str, prompt_tokens: int, cached_tokens: int, *, caching: bool) -> None:
         """Count a request's prefix-cache query once, when it is first scheduled."""
@@ -68,13 +76,10 @@ class EngineMeters:
     def stepped(self, prefill_tokens: int, duration_s: float) -> None:
         """Smooth the rates over 8,192 prefill tokens and ten decode steps; tiny prefills do not show throughput."""
         if prefill_tokens == 0:
-            last = self.decode_step_s
-            self.decode_step_s = duration_s if last == 0.0 else last + _DECODE_WEIGHT * (duration_s - last)
+            self._decode_s.observe(duration_s)
         elif duration_s > 0.0 and (prefill_tokens >= _PREFILL_LEAST_TOKENS or self.prefill_tokens_per_s == 0.0):
             kept = math.exp(-prefill_tokens / _PREFILL_MEMORY_TOKENS)
-            self._rate_tokens = self._rate_tokens * kept + prefill_tokens
-            self._rate_s = self._rate_s * kept + duration_s
-            self.prefill_tokens_per_s = self._rate_tokens / self._rate_s
+            self._prefill = self._prefill.then(prefill_tokens, duration_s, kept)
 
     def preempted(self, tenant: str) -> None:
         """Count a sequence that gave its blocks back before its end."""

@@ -5,13 +5,13 @@ It has an ingress's part of the replicas' places. One asyncio loop uses it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from math import ceil
 from types import TracebackType
 from typing import Any
 
-from router.protocol.samples import Sample
+from router.protocol.samples import Mean, Sample
 from serve_app.errors import RateLimited
 from serve_app.fairness.queue import Place, WaitingLine
 from serve_app.fairness.rate_limits import Allowance, TenantLimits
@@ -45,7 +45,7 @@ class FrontDoor:
         self._requests = Budget(shares, lambda: self.max_waiting, "max_queued_requests")
         self._bytes = Budget(shares, lambda: self.max_bytes, "max_body_bytes")
         self._line = WaitingLine(Budget(shares, places, "max_num_seqs"))
-        self._uncached: dict[str, float] = {}
+        self._uncached = defaultdict[str, Mean](lambda: Mean(_WEIGHT, _FIRST_GUESS, begun=True))
 
     def configure(self, max_waiting: int, max_bytes: int) -> None:
         """Use other bounds."""
@@ -86,12 +86,11 @@ class FrontDoor:
 
     def learn(self, tenant: str, body_bytes: int, uncached_tokens: int) -> None:
         """Record the cost of an answered request."""
-        before = self._uncached.get(tenant, _FIRST_GUESS)
-        self._uncached[tenant] = before + _WEIGHT * (uncached_tokens / max(1, body_bytes) - before)
+        self._uncached[tenant].observe(uncached_tokens / max(1, body_bytes))
 
     def cost_tokens(self, tenant: str, body_bytes: int) -> int:
         """Return the estimated uncached tokens of a tenant's body, from its earlier requests."""
-        return int(self._uncached.get(tenant, _FIRST_GUESS) * body_bytes)
+        return int(self._uncached[tenant].value * body_bytes)
 
     def _check(self, budget: Budget, tenant: str, amount: int) -> None:
         """Raise RateLimited unless a tenant may take ``amount``. The message blames the tenant or the total load."""

@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from bisect import insort
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, ParamSpec, TypeVar
 
-from router.protocol.samples import WAIT_BUCKETS_S, Histogram
+from router.protocol.samples import WAIT_BUCKETS_S, Histogram, Mean
 from serve_app.errors import LimitReason
 from serve_app.fairness.shares import ACTIVE_S, Budget, Shares, verdict
 
@@ -188,7 +188,7 @@ class WaitingLine:
         self._clock = clock
         self.waits = Histogram(WAIT_BUCKETS_S)
         """The seconds that requests waited, if they had to."""
-        self._pace_s: dict[str, float] = {}
+        self._pace_s = defaultdict[str, Mean](lambda: Mean(_WEIGHT))
         """By tenant, the recent average wait at the head of its queue. Time with an empty queue does not count."""
         self._first_since_s: dict[str, float] = {}
 
@@ -207,7 +207,7 @@ class WaitingLine:
 
     def retry_after_s(self, tenant: str) -> float:
         """Return the time for a tenant's queue at its recent pace, 1 to 60 s."""
-        pace_s, line = self._pace_s.get(tenant, 0.0), self._queue.lines.get(tenant, ())
+        pace_s, line = self._pace_s[tenant].value, self._queue.lines.get(tenant, ())
         if line:
             pace_s = max(pace_s, self._clock() - self._first_since_s[tenant])
         return min(60.0, max(1.0, pace_s * (1 + len(line))))
@@ -256,9 +256,7 @@ class WaitingLine:
             tenant = self._queue.next(able)
             waiter = self._queue.take(tenant, self._queue.lines[tenant][0].cost)
             now_s = self._clock()
-            waited_s = now_s - self._first_since_s[tenant]
-            before = self._pace_s.get(tenant, waited_s)
-            self._pace_s[tenant] = before + _WEIGHT * (waited_s - before)
+            self._pace_s[tenant].observe(now_s - self._first_since_s[tenant])
             self._first_since_s[tenant] = now_s
             self.waits.observe(now_s - waiter.arrival_s)
             self._start(tenant, waiter)

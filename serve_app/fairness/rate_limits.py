@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
+from router.protocol.samples import Mean
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import LimitReason, RateLimited
 from serve_app.fairness.levels import Levels
@@ -79,14 +80,14 @@ class LimitsLeft:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One tenant's counts in one of ``ingresses``. ``mean_s``: the mean duration of its requests."""
+    """One tenant's counts in one of ``ingresses``. ``mean_s``: the duration of its requests."""
 
     config: TenantConfig
     ingresses: int
     requests: TokenBucket | None = None
     tokens: TokenBucket | None = None
     running: int = 0
-    mean_s: float = 1.0
+    mean_s: Mean = field(default_factory=lambda: Mean(_WEIGHT, 1.0, begun=True))
 
     def requests_left(self, now_s: float) -> Left | None:
         """Return the remaining requests of this second, None without a limit."""
@@ -113,7 +114,7 @@ class _Tenant:
 
     def too_many(self, most: int, used: int) -> RateLimited:
         """Return the refusal of a request while as many as allowed, ``used``, are under way."""
-        wait_s = min(60.0, max(1.0, self.mean_s / most))
+        wait_s = min(60.0, max(1.0, self.mean_s.value / most))
         return limit_reached("concurrent_requests", used, most, "requests at once", wait_s)
 
 
@@ -248,7 +249,7 @@ class Allowance:
         tenant.running -= 1
         now_s = self._clock()
         if not refused:
-            tenant.mean_s += _WEIGHT * (now_s - self._begun_s - tenant.mean_s)
+            tenant.mean_s.observe(now_s - self._begun_s)
         if tenant.tokens is not None and self._reserved:
             tenant.tokens.take((0 if refused else self._used) - self._reserved, now_s)
 

@@ -11,6 +11,7 @@ from threading import Lock
 
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision
+from router.protocol.samples import Rate
 
 DecisionKey = tuple[str, bytes]
 """A replica's id, and the ``request_key`` of a prompt."""
@@ -72,7 +73,7 @@ class Prefills:
         self._arrived: list[bytes] = []
         self._begun: list[bytes] = []
         self._busy_since_s = 0.0
-        self._tokens = self._seconds = 0.0
+        self._rate = Rate()
 
     def arrived(self, request_id: str, uncached_tokens: int, key: bytes) -> None:
         """Note a request with this many prompt tokens to compute. ``key``: see ``request_key``."""
@@ -91,11 +92,10 @@ class Prefills:
             tokens, key = waited
             self._begun.append(key)
             self._running.add(request_id)
-            self._tokens += tokens
-            self._seconds += now_s - self._busy_since_s
+            self._rate = self._rate.then(tokens, now_s - self._busy_since_s)
             self._busy_since_s = now_s
-            if self._tokens > _MEMORY_TOKENS:
-                self._tokens, self._seconds = self._tokens / 2, self._seconds / 2
+            if self._rate.amount > _MEMORY_TOKENS:
+                self._rate = self._rate.then(0, 0, kept=0.5)
 
     def ended(self, request_id: str) -> None:
         """Note that a request has ended, with or without a token."""
@@ -117,8 +117,8 @@ class Prefills:
                 waiting_sequences=waiting,
                 max_running_sequences=self._max_running,
                 max_waiting_sequences=1 << 20,
-                prefill_tokens_per_s=self._tokens / self._seconds if self._seconds else 0.0,
-                prefill_rate_tokens=round(self._tokens),
+                prefill_tokens_per_s=self._rate.per_s,
+                prefill_rate_tokens=round(self._rate.amount),
                 taken_at_s=self._clock(),
                 arrived=arrived,
                 begun=begun,

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from router.protocol.samples import Mean
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import (
@@ -19,7 +20,7 @@ from serve_app.engine.protocol import (
 _TRIES = 3
 """An adapter can be evicted right after its load, before its request enters; more often than that is no accident."""
 
-_SMOOTHING = 0.3
+_WEIGHT = 0.3
 
 
 class ReplicaAdapters:
@@ -29,11 +30,15 @@ class ReplicaAdapters:
         self._config = config
         self._engine = engine
         self._clock = clock
-        self.load_s = 0.0
-        """Smoothed duration of recent loads in seconds; 0.0 before the first one."""
+        self._load_s = Mean(_WEIGHT)
         self.registry = AdapterRegistry(config.model_name)
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._paths: dict[str, str] = {}
+
+    @property
+    def load_s(self) -> float:
+        """The mean duration of recent loads in seconds; 0.0 before the first one."""
+        return self._load_s.value
 
     async def preload(self) -> None:
         """Load the configured adapters, as many as memory can hold. Raises AdapterError for an unfit one."""
@@ -87,5 +92,4 @@ class ReplicaAdapters:
         self._paths[spec.key] = spec.path
         self._paths = {key: self._paths[key] for key in self._engine.adapters.loaded if key in self._paths}
         if not here:
-            took_s = self._clock() - started_s
-            self.load_s = took_s if not self.load_s else self.load_s + _SMOOTHING * (took_s - self.load_s)
+            self._load_s.observe(self._clock() - started_s)

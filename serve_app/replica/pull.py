@@ -16,7 +16,7 @@ import numpy as np
 from opentelemetry.trace import Span
 
 from router.protocol.block_hash import HASH_BYTES, common_blocks
-from router.protocol.samples import Histogram, Labels, Sample
+from router.protocol.samples import Histogram, Labels, Rate, Sample
 from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.config.app import AppConfig
@@ -72,23 +72,18 @@ class PullRate:
 
     def __init__(self, block_size: int, block_bytes: int) -> None:
         self._expected = EXPECTED_BYTES_PER_S / max(block_bytes, 1) * block_size
-        self._tokens = 0.0
-        self._seconds = 0.0
+        self._rate = Rate()
         self._at_s = 0.0
 
     def observe(self, tokens: int, duration_s: float, now_s: float) -> None:
         """Add a pull; one that was too late brought few tokens, or 0."""
-        kept = self._kept(now_s)
-        self._tokens = self._tokens * kept + tokens
-        self._seconds = self._seconds * kept + duration_s
+        self._rate = self._rate.then(tokens, duration_s, self._kept(now_s))
         self._at_s = now_s
 
     def tokens_per_s(self, now_s: float) -> float:
         """Return the estimated rate in two significant digits, so that reports of it rarely change."""
-        kept = self._kept(now_s)
-        tokens = self._tokens * kept + self._expected * _EXPECTED_WEIGHT_S
-        seconds = self._seconds * kept + _EXPECTED_WEIGHT_S
-        return float(f"{tokens / seconds:.2g}")
+        rate = self._rate.then(self._expected * _EXPECTED_WEIGHT_S, _EXPECTED_WEIGHT_S, self._kept(now_s))
+        return float(f"{rate.per_s:.2g}")
 
     def _kept(self, now_s: float) -> float:
         return math.exp(-max(now_s - self._at_s, 0.0) / _MEMORY_S)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from router.protocol.samples import Histogram, Labels, Sample
+from router.protocol.samples import Histogram, Labels, Rate, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.tier_index import TierCounts, TierIndex
@@ -83,19 +83,16 @@ class LoadRule:
 
     def __init__(self, ratio: float, expected_bytes_per_s: float) -> None:
         self.ratio = ratio
-        self._expected = self._bytes = expected_bytes_per_s * _EXPECTED_WEIGHT_S
-        self._seconds = _EXPECTED_WEIGHT_S
+        self._expected = self._rate = Rate(expected_bytes_per_s * _EXPECTED_WEIGHT_S, _EXPECTED_WEIGHT_S)
 
     @property
     def bytes_per_s(self) -> float:
         """The current estimate of the bandwidth."""
-        return self._bytes / self._seconds
+        return self._rate.per_s
 
     def observe(self, loaded_bytes: int, duration_s: float) -> None:
         """Update the estimate with a load's measured duration."""
-        kept = math.exp(-duration_s / _MEMORY_S)
-        self._bytes = self._bytes * kept + loaded_bytes
-        self._seconds = self._seconds * kept + duration_s
+        self._rate = self._rate.then(loaded_bytes, duration_s, math.exp(-duration_s / _MEMORY_S))
 
     def worthwhile(self, size_bytes: int, tokens: int, prefill_tokens_per_s: float) -> bool:
         """Return whether to load; True at an unknown prefill rate (0). A refusal moves the rate to the expected."""
@@ -103,8 +100,8 @@ class LoadRule:
             return False
         if prefill_tokens_per_s <= 0.0 or size_bytes / self.bytes_per_s <= self.ratio * tokens / prefill_tokens_per_s:
             return True
-        self._bytes = _FORGET * self._bytes + (1 - _FORGET) * self._expected
-        self._seconds = _FORGET * self._seconds + (1 - _FORGET) * _EXPECTED_WEIGHT_S
+        expected = self._expected
+        self._rate = self._rate.then((1 - _FORGET) * expected.amount, (1 - _FORGET) * expected.seconds, _FORGET)
         return False
 
 
