@@ -171,7 +171,8 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     def lacking(self) -> list[str]:
         """Return a sentence for each setting that needs a capability which the engine does not have."""
         fields = type(self).model_fields
-        return [
+        unknown = [name for name in self.required_capabilities if name not in self.engine_traits.can]
+        return [f"required_capabilities: engine={self.engine} has no {name}; leave it out" for name in unknown] + [
             f"{name}: engine={self.engine} has no {needing.what}; leave it out"
             for needing in self.engine_traits.lacks()
             for name in needing.names

@@ -45,7 +45,22 @@ def vllm_missing() -> bool:
     return importlib.util.find_spec("vllm") is None
 
 
-Capability = Literal["prefixes", "copies", "saves", "tiers", "adapters", "step_time", "ranks", "drafts"]
+Capability = Literal[
+    "prefixes",
+    "copies",
+    "saves",
+    "tiers",
+    "adapters",
+    "step_time",
+    "ranks",
+    "drafts",
+    "turns",
+    "shares",
+    "public_prompts",
+    "store_kv",
+    "predictions",
+    "exact_resume",
+]
 """What an engine need not have: beside the settings in ``CAPABILITIES``, the methods with a body in
 ``engine.protocol.Engine``. "ranks": several in a replica, and arguments of its own; "drafts": speculation."""
 
@@ -54,12 +69,14 @@ Capability = Literal["prefixes", "copies", "saves", "tiers", "adapters", "step_t
 class CapabilitySettings:
     """The settings ``names`` that need a capability; ``what`` it is. ``off``: their values without it, if not defaults.
 
-    An engine without the capability gets these values, and any other value is refused.
+    An engine without the capability gets these values, and any other value is refused. ``without``: what users notice
+    when an engine that has it cannot keep it with the installed version of its library.
     """
 
     what: str
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     off: Mapping[str, Any] = field(default_factory=dict)
+    without: str = ""
 
 
 CAPABILITIES: dict[Capability, CapabilitySettings] = {
@@ -72,14 +89,35 @@ CAPABILITIES: dict[Capability, CapabilitySettings] = {
         "copies of KV to or from other replicas",
         ("kv_pull", "prewarm", "handover"),
         {"kv_pull": False, "prewarm": False, "handover": False},
+        without="no KV is copied between replicas",
     ),
-    "saves": CapabilitySettings("saved prompts", ("pin_budget", "save_ttl_s"), {"pin_budget": 0.0}),
+    "saves": CapabilitySettings(
+        "saved prompts", ("pin_budget", "save_ttl_s"), {"pin_budget": 0.0}, without="no prompt is kept in the cache"
+    ),
     "tiers": CapabilitySettings(
         "tiers below its pool, so evicted blocks are lost",
         TIER_SETTINGS,
     ),
     "adapters": CapabilitySettings("LoRA adapters", ("lora_adapters", "allow_runtime_lora")),
     "step_time": CapabilitySettings("steps sized by time, only by max_num_batched_tokens", ("max_itl_ms",)),
+    "turns": CapabilitySettings(
+        "turns of tenants inside a step", without="prompts are computed in the order of arrival, whoever floods"
+    ),
+    "shares": CapabilitySettings(
+        "tenants' shares of the cache", without="one tenant's prompts can evict the cache of all others"
+    ),
+    "public_prompts": CapabilitySettings(
+        "prompts that tenants share", without="each tenant computes registered prompts anew, unseen by the routers"
+    ),
+    "store_kv": CapabilitySettings(
+        "requests that leave no KV", without="requests with store_kv false read no cached KV, and theirs stays unread"
+    ),
+    "predictions": CapabilitySettings(
+        "exact knowledge of its cache", without="requests go by load alone, and no KV is copied"
+    ),
+    "exact_resume": CapabilitySettings(
+        "token-exact continuation", without="an interrupted answer continues with other tokens"
+    ),
 }
 
 
@@ -105,13 +143,19 @@ class EngineTraits:
         return [needing for capability, needing in CAPABILITIES.items() if capability not in self.can]
 
 
-_BUILT_IN: frozenset[Capability] = frozenset({"prefixes", "copies", "saves", "tiers", "adapters", "step_time"})
+_OF_ALL: frozenset[Capability] = frozenset(
+    {
+        *("prefixes", "copies", "saves", "adapters"),
+        *("turns", "shares", "public_prompts", "store_kv", "predictions", "exact_resume"),
+    }
+)
+_BUILT_IN: frozenset[Capability] = _OF_ALL | {"tiers", "step_time"}
 
 ENGINES: dict[EngineName, EngineTraits] = {
     "torch": EngineTraits("serve_app.replica.engine_factory:TORCH", _BUILT_IN, built_in=True),
     "vllm": EngineTraits(
         "serve_app.replica.engine_factory:VLLM",
-        frozenset({"prefixes", "copies", "saves", "adapters", "ranks", "drafts"}),
+        _OF_ALL | {"ranks", "drafts"},
         missing=lambda: VLLM_MISSING if vllm_missing() else "",
         defaults={"kv_pull": False, "prewarm": False, "handover": False, "pin_budget": 0.0},
         cpu_defaults={"block_size": VLLM_CPU_BLOCK_SIZE},
@@ -143,6 +187,10 @@ class EngineSection(BaseModel):
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="with engine vllm: further arguments of vLLM, by its names (docs/tutorials/vllm.md)",
+    )
+    required_capabilities: list[Capability] = Field(
+        default_factory=list,
+        description="capabilities without which a replica does not start; `warmpath doctor` lists the engine's",
     )
     max_model_len: int | None = Field(None, ge=2, description="most tokens of prompt plus output; default: the model's")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences that run at once in a replica")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from msgspec import structs
 from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, common_tokens, extend_chain, split_chain
@@ -25,7 +24,6 @@ from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.engine.protocol import EngineRequest, Save
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
-from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args
 from tests.serve_app.engine.tiny import request, root_of, run_all
@@ -174,7 +172,7 @@ class Served:
         self.manager, self.vllm = cache.manager, cache.pool
         self.queue = TenantFreeQueue(cache.queue.get_all_free_blocks(), BLOCKS, lambda: self.now_s)
         self.vllm.free_block_queue = self.queue
-        self.blocks = ScopedBlocks(self.vllm, self.queue, "sha256")
+        self.blocks = ScopedBlocks(self.vllm, self.queue)
         self.pool = VllmPool(SIZE, BLOCKS)
         self.written: dict[int, tuple[PrefixScope, bytes, bool]] = {}
         self.stored: set[bytes] = set()
@@ -281,10 +279,3 @@ def test_children_of_an_evicted_block_are_no_hit_until_it_returns() -> None:
     assert len(served.pool) == served.pool.held_blocks
     served.do("start", mine)  # this hits all of its earlier blocks
     assert served.reads == 5
-
-
-def test_a_vllm_that_stores_or_hashes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockPool, "cache_full_blocks", lambda self, request: None)
-    monkeypatch.setattr(Request, "update_block_hashes", lambda self: None)
-    with pytest.raises(RuntimeError, match=r"reports stored blocks differently; it hashes requests differently"):
-        check_hooks()

@@ -7,19 +7,20 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_bytes
 
 import numpy as np
 from msgspec import structs
 
-from router.protocol.block_hash import extend_chain
+from router.protocol.block_hash import HASH_BYTES, extend_chain
 from router.protocol.events import LoadReport, StatsReport
 from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
-from serve_app.config.engine import MOST_AHEAD
+from serve_app.config.engine import MOST_AHEAD, Capability
 from serve_app.engine.protocol import (
     EngineError,
     EngineOutput,
@@ -42,7 +43,7 @@ from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
 from serve_app.engine.vllm.sampling.rows import NOT_NUMBERS, choice_of, vllm_sampling
 from serve_app.engine.vllm.saves import VllmSaves
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, tenant_args
-from serve_app.engine.vllm.settings import VllmSettings
+from serve_app.engine.vllm.settings import VllmSettings, capability_samples
 from serve_app.engine.vllm.transfer.job import JobRunner
 from serve_app.engine.vllm.transfer.migration import VllmMigration
 
@@ -73,8 +74,11 @@ class VllmEngine:
             self._endpoints.remove()
             raise
         self.facts = facts = self._frontend.facts
+        self.off = off = self._frontend.off
+        self.settings = settings = self._frontend.settings
         self._outbox = Outbox(lambda: self._frontend.loop.call_soon(self._outbox.deliver))
         self._pool = VllmPool(settings.block_size, facts.num_blocks)
+        self._told = settings.enable_prefix_caching and "predictions" not in off
         self._events = EventSubscriber(self._endpoints.publish, self._endpoints.replay, self._pool, event_sink)
         self.adapters = VllmAdapters(directory / "adapters", self._frontend, settings).slots
         self._jobs = JobRunner(self._frontend, self.adapters, self._copies)
@@ -83,7 +87,7 @@ class VllmEngine:
         if self._kept_blocks and (drafting := settings.speculative_config):  # drafts need space beside saves
             self._kept_blocks += ceil_div(drafting.get("num_speculative_tokens") or MOST_AHEAD, settings.block_size)
         self.transfer = VllmMigration(
-            settings,
+            replace(settings, transfer=settings.transfer and "copies" not in off),
             facts,
             self._pool,
             self._saves.pins,
@@ -97,7 +101,7 @@ class VllmEngine:
         """Begin to listen to vLLM's events, if it sends any; vLLM itself runs since construction."""
         if self.settings.tenant_shares:
             self._jobs.step(self.settings.tenant_shares)
-        if self.settings.enable_prefix_caching:
+        if self._told:
             self._events.start()
 
     def stop(self) -> None:
@@ -113,7 +117,7 @@ class VllmEngine:
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         """Queue a request. Raises RequestTooLong, QueueFull, UnknownAdapter, EngineError once stopped, ValueError."""
-        size = self.settings.block_size
+        request, size = possible(request, self.off), self.settings.block_size
         sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens or 1)
         check_request(
             structs.replace(request, sampling=sampling),
@@ -126,7 +130,8 @@ class VllmEngine:
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         chain = request.block_hashes or extend_chain(request.root, request.scope.public_blocks, ids, size)
         known = self._pool.hit(chain, (len(ids) - 1) // size) * size if request.reads_kv else 0
-        self.transfer.note_owner(request.root, request.scope, request.tenant)
+        if request.store_kv:
+            self.transfer.note_owner(request.root, request.scope, request.tenant)
         if request.remote_kv is not None:
             known = max(known, request.remote_kv.tokens)
         with self._lock:
@@ -165,6 +170,7 @@ class VllmEngine:
             samples=(
                 *self._meters.samples(_LABELS),
                 *gauges,
+                *capability_samples(self.off, _LABELS),
                 ("warmpath_unplaced_kv_blocks_total", _LABELS, float(self._pool.unplaced)),
                 ("warmpath_kv_cache_block_bytes", _LABELS, float(self.kv_block_bytes)),
                 *pin_samples(pins, _LABELS, self._saves.recalled),
@@ -177,7 +183,7 @@ class VllmEngine:
         self._frontend.call(self._saves.clear()).result()
         self._events.cleared.clear()
         done = bool(self._frontend.call(self._frontend.llm.reset_prefix_cache()).result())
-        if done and self.settings.enable_prefix_caching:
+        if done and self._told:
             self._jobs.step()  # vLLM reports the reset with this step's events; earlier reports precede the reset
             self._events.cleared.wait(_RESET_TOLD_S)
         return done
@@ -357,3 +363,14 @@ class VllmEngine:
             left = bool(self._load.left)
         if left:
             self._report_left()
+
+
+def possible(request: EngineRequest, off: Collection[Capability]) -> EngineRequest:
+    """Return a request without the capabilities that are off: what others must not read has a root of its own."""
+    if "public_prompts" in off and request.scope.public_blocks:
+        root, scope = request.root[HASH_BYTES:], request.scope.private
+        request = structs.replace(request, root=root, scope=scope, block_hashes=b"")
+    if "store_kv" in off and not request.store_kv:
+        root, scope = token_bytes(HASH_BYTES), request.scope.private
+        request = structs.replace(request, root=root, scope=scope, block_hashes=b"", saves=())
+    return request

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from serve_app.config.engine import VLLM_MISSING
+from serve_app.config.engine import VLLM_MISSING, Capability
 from serve_app.engine.protocol import TokenLogprob
 from serve_app.engine.vllm.engine_args import check_drafts, parsed_engine_args
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
@@ -72,7 +72,10 @@ class StepClock:
 
 
 class VllmFrontend:
-    """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: pass them to ``call``."""
+    """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: pass them to ``call``.
+
+    ``off``: the capabilities that this vLLM does not allow, with the reasons; ``settings``: without them.
+    """
 
     def __init__(
         self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep, drafts: Counter[str]
@@ -84,6 +87,7 @@ class VllmFrontend:
         self._thread = threading.Thread(target=self.loop.run_forever, name="vllm-frontend", daemon=True)
         self._thread.start()
         self.llm: Any = None
+        self.settings, self.off = settings, dict[Capability, str]()
         try:
             self.facts: ModelFacts = self.call(self._open(settings, endpoints)).result()
         except BaseException:
@@ -149,15 +153,16 @@ class VllmFrontend:
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise RuntimeError(f"{VLLM_MISSING} ({error})") from error
-        from serve_app.engine.vllm.scheduling.hooks import check_hooks
+        from serve_app.engine.vllm.scheduling import hooks
 
-        check_hooks()  # here too, because startup errors of the core appear only in the log
+        self.off = hooks.start(settings.required_capabilities)
+        self.settings = settings = settings.without(self.off)
         if not current_platform.is_cpu() and (gpus := torch.cuda.device_count()) < settings.ranks:
             raise ValueError(
                 f"this vLLM computes on GPUs, and the replica sees {gpus}: set replica_num_gpus: {settings.ranks}"
             )
         check_drafts(settings.speculative_config)
-        arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
+        arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu(), off=self.off)
         wanted = AsyncEngineArgs(**parsed_engine_args(settings.engine_args) | arguments).create_engine_config()
         if settings.num_blocks is not None:  # vLLM then lowers the length to what fits, in all groups of layers
             wanted.model_config.original_max_model_len = -1

@@ -3,16 +3,26 @@
 Names are vLLM's. Its defaults are overridden where they change answers, expose prompts or hide KV events.
 """
 
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from router.protocol.samples import Labels, Sample
 from serve_app.config.cache import CacheSection
-from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, EngineSection, LoraSection
+from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, Capability, EngineSection, LoraSection
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 
 CONFIG_ENDS = "warmpath_end_token_ids"
 """Key of an answer's end tokens for the token choice, in vLLM's ``additional_config``."""
+
+CONFIG_OFF = "warmpath_off"
+"""Key of the names of capabilities that are off, there too."""
+
+IN_CORE: frozenset[Capability] = frozenset({"turns", "shares", "public_prompts", "store_kv", "predictions"})
+"""The capabilities of this package's scheduler."""
+
+CHECKED: frozenset[Capability] = IN_CORE | {"saves", "copies", "exact_resume"}
+"""Those that the installed version of vLLM may not allow: see ``scheduling.hooks``."""
 
 EXECUTOR = "serve_app.engine.vllm.executor.InCore"
 """vLLM's path to the executor for a CPU with one rank."""
@@ -41,6 +51,7 @@ class VllmSettings:
     pinned; ``pin_budget``: the limit of pins, as a part of the pool if below 1, else in blocks.
     ``lora``: whether adapters are allowed. ``num_threads``: of the CPU build, in all ranks. ``tenant_shares``: weights
     by tenant. ``speculative_config``: vLLM's, empty without drafts.
+    ``required_capabilities``: those without which vLLM does not start.
     ``engine_args``: more of vLLM's arguments, as given in the settings.
     """
 
@@ -68,9 +79,18 @@ class VllmSettings:
     max_lora_rank: int = _LORA.max_lora_rank
     speculative_config: Mapping[str, Any] = field(default_factory=dict)
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
+    required_capabilities: Sequence[Capability] = ()
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def without(self, off: Collection[Capability]) -> "VllmSettings":
+        """Return the settings for a vLLM in which some capabilities are off."""
+        return replace(
+            self,
+            transfer=self.transfer and not {"copies", "saves"} <= set(off),
+            pin_budget=0.0 if "saves" in off else self.pin_budget,
+        )
 
     @property
     def ranks(self) -> int:
@@ -78,8 +98,13 @@ class VllmSettings:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the arguments of vLLM's ``AsyncEngineArgs``; its events go to ``endpoints`` alone."""
+def engine_arguments(
+    settings: VllmSettings, endpoints: EventEndpoints, *, on_cpu: bool, off: Collection[Capability] = ()
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``AsyncEngineArgs``; its events go to ``endpoints`` alone.
+
+    ``off``: capabilities that this vLLM does not allow.
+    """
     blocks = settings.num_blocks
     arguments: dict[str, Any] = {
         "model": settings.model,
@@ -99,8 +124,8 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
         "max_logprobs": 20,  # the limit of OpenAI's API
         "worker_extension_cls": "serve_app.engine.vllm.sampling.processor.ChoosesByPosition",
-        "additional_config": {CONFIG_ENDS: list(settings.end_token_ids)},
-        "scheduler_cls": SCHEDULER,
+        "additional_config": {CONFIG_ENDS: list(settings.end_token_ids), CONFIG_OFF: sorted(off)},
+        "scheduler_cls": None if set(off) >= IN_CORE else SCHEDULER,
         "scheduling_policy": "priority",  # all requests have the same one, so arrival decides; copies go first
         "enable_logging_iteration_details": True,  # reports the prompt tokens computed by each step
         "disable_log_stats": True,
@@ -146,6 +171,12 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
             "max_lora_rank": lora_rank(settings.max_lora_rank),
         }
     return arguments
+
+
+def capability_samples(off: Collection[Capability], labels: Labels) -> list[Sample]:
+    """Return the gauges that say which capabilities this vLLM allows."""
+    name = "warmpath_engine_capability"
+    return [(name, (*labels, ("capability", one)), float(one not in off)) for one in sorted(CHECKED)]
 
 
 def lora_rank(wanted: int) -> int:

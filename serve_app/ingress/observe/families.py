@@ -106,6 +106,8 @@ warmpath_kv_cache_blocks: replica engine state
     included; free: empty. Their sum is the pool.
 warmpath_kv_cache_block_bytes: replica engine
     Bytes of one block, to convert numbers of blocks.
+warmpath_engine_capability: replica engine capability
+    1 if the installed vLLM allows a capability, 0 if it differs there: then the replica goes without it.
 warmpath_unplaced_kv_blocks_total: replica engine
     Blocks in vLLM's cache that no router knows, since vLLM's events do not name their prompt: images, KV offloaded
     elsewhere, unknown roots. Routing ignores them.
@@ -355,6 +357,7 @@ LABELS = {
     "pid": "a process id",
     "node": "a machine's name",
     "gpu": "numbers of GPUs, as Ray gives them, or none",
+    "capability": "a name of `required_capabilities`",
     "state": "for blocks `used`, `cached`, `free`; for adapters `loaded`, `slots`, `running`; for sessions "
     "`running`, `paused`, `waiting`, `left`",
     "outcome": "one of a few words; the family's text explains unclear ones",

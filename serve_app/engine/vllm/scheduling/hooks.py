@@ -1,88 +1,127 @@
-"""Check the internals of vLLM's scheduler, pool and sampler that this package depends on; none of them is public."""
+"""The capabilities that rest on vLLM's internals, none of which is public, and a check of each: by what vLLM does.
+
+A capability whose check fails is off, and vLLM goes its own way there. Only isolation by salt is never given up.
+"""
 
 import inspect
-import re
-from collections.abc import Callable
-from typing import Any
+import logging
+from collections.abc import Callable, Collection
+from functools import partial
+from importlib import import_module
 
 import vllm
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, generate_block_hash_extra_keys, hash_block_tokens
-from vllm.v1.core.sched.request_queue import PriorityRequestQueue
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
-from vllm.v1.sample.rejection_sampler import RejectionSampler
-from vllm.v1.sample.sampler import Sampler
-from vllm.v1.worker.gpu_input_batch import InputBatch
-from vllm.v1.worker.worker_base import WorkerBase
 
-VERSION = "0.32"
-"""The supported version of vLLM."""
+from serve_app.config.engine import CAPABILITIES, Capability
+from serve_app.engine.vllm.settings import IN_CORE
 
-_RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
-    (BlockPool.free_blocks, "self ordered_blocks"),
-    (
-        BlockPool.cache_full_blocks,
-        "self request blocks num_cached_blocks num_full_blocks block_size kv_cache_group_id block_mask",
-    ),
-    (generate_block_hash_extra_keys, "request start_token_idx end_token_idx start_mm_idx"),
-    (hash_block_tokens, "hash_function parent_block_hash curr_block_token_ids extra_keys"),
-    (Request.update_block_hashes, "self"),
-    (FreeKVCacheBlockQueue.__init__, "self blocks"),
-    (FreeKVCacheBlockQueue.popleft_n, "self n"),
-    (FreeKVCacheBlockQueue.remove, "self block"),
-    (FreeKVCacheBlockQueue.append_n, "self blocks"),
-    (FreeKVCacheBlockQueue.prepend_n, "self blocks"),
-    (Scheduler.schedule, "self throttle_prefills"),
-    (Scheduler.add_request, "self request"),
-    (Scheduler.reset_prefix_cache, "self reset_running_requests reset_connector"),
-    (Scheduler._preempt_request, "self request timestamp drop_stale_output"),
-    (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
-    (
-        Scheduler._mamba_block_aligned_split,
-        "self request num_new_tokens num_new_local_computed_tokens num_external_computed_tokens",
-    ),
-    (Scheduler._get_local_prefix_cache_hit, "self request"),
-    (Scheduler.update_draft_token_ids, "self draft_token_ids"),
-    (PriorityRequestQueue.remove_request, "self request"),
-    (Sampler.sample, "self logits sampling_metadata logprobs_mode_override"),
-    (Sampler.gather_logprobs, "logprobs num_logprobs token_ids"),
-    (Sampler.gather_specific_token_logprobs, "self logprobs logprob_token_ids sampled"),
-    (RejectionSampler.forward, "self metadata draft_probs logits sampling_metadata"),
-    (RejectionSampler.__init__, "self sampler spec_config device"),
-)
-_QUEUE_MEMBERS = {"popleft", "popleft_n", "remove", "append", "append_n", "prepend_n", "num_free_blocks"}
+_log = logging.getLogger(__name__)
 
-_RANK = "self.parallel_config.rank = rank"
-"""Distinguishes each rank's part of a copy from the others'."""
-
-_STORED = "self.kv_event_queue.append("
-_HASHES = "self.block_hashes.extend(self._block_hasher(self))"
-_VICTIM = "key=lambda r: (r.priority, r.arrival_time)"
+_PROBE = "serve_app.engine.vllm.scheduling.probe"
 
 
-def check_hooks() -> None:
-    """Raise RuntimeError, with both versions, if vLLM's internals differ from those expected here."""
-    wrong = [] if vllm.__version__.startswith(f"{VERSION}.") else ["its version differs"]
-    for function, parameters in _RESTED_ON:
+def isolation() -> None:
+    """Raise an error unless the hashes of equal tokens differ, in all blocks, under another salt or adapter."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(2, sha256)
+    adapter = LoRARequest(lora_name="adapter", lora_int_id=1, lora_path="adapter")
+    same, again, *others = (
+        Request("r", [1] * 6, SamplingParams(), None, cache_salt=salt, lora_request=lora, block_hasher=hasher)
+        for salt, lora in (("a", None), ("a", None), ("b", None), ("a", adapter))
+    )
+    different = {block for request in (same, *others) for block in request.block_hashes}
+    if same.block_hashes != again.block_hashes or len(different) != 9:
+        raise RuntimeError("equal tokens have equal hashes under another salt or adapter")
+
+
+def connector() -> None:
+    """Raise an error unless ours has what vLLM asks of connectors, and takes what vLLM's takes."""
+    from serve_app.engine.vllm.transfer.connector import WarmpathConnector as Ours
+
+    if inspect.isabstract(Ours):
+        raise TypeError(f"its connectors need {', '.join(sorted(Ours.__abstractmethods__))}")
+    for name, method in vars(Ours).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            theirs = next((vars(base)[name] for base in Ours.__mro__[1:] if name in vars(base)), None)
+            if (
+                theirs is None
+                or inspect.signature(theirs).parameters.keys() != inspect.signature(method).parameters.keys()
+            ):
+                raise TypeError(f"its connectors have another {name}")
+
+
+def _saves() -> None:
+    connector()
+    _probed("pins")
+
+
+def _copies() -> None:
+    connector()
+    _probed("moved")
+    if "rank" not in inspect.signature(import_module("vllm.config").ParallelConfig).parameters:
+        raise TypeError("its workers have no rank")
+
+
+def exact_resume() -> None:
+    """Raise an error unless vLLM's samplers take what ours take."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+
+    for function, parameters in (
+        (Sampler.sample, "self logits sampling_metadata logprobs_mode_override"),
+        (Sampler.gather_logprobs, "logprobs num_logprobs token_ids"),
+        (Sampler.gather_specific_token_logprobs, "self logprobs logprob_token_ids sampled"),
+        (RejectionSampler.forward, "self metadata draft_probs logits sampling_metadata"),
+        (RejectionSampler.__init__, "self sampler spec_config device"),
+    ):
         if list(inspect.signature(function).parameters) != parameters.split():
-            wrong.append(f"{function.__qualname__} has other parameters")
-    if unknown := set(re.findall(r"free_block_queue\.(\w+)", inspect.getsource(BlockPool))) - _QUEUE_MEMBERS:
-        wrong.append(f"its pool asks for {', '.join(sorted(unknown))}")
-    if not hasattr(PriorityRequestQueue(), "_heap"):
-        wrong.append("its waiting queue is not a heap")
-    if _STORED not in inspect.getsource(BlockPool.cache_full_blocks):
-        wrong.append("it reports stored blocks differently")
-    if _HASHES not in inspect.getsource(Request.update_block_hashes):
-        wrong.append("it hashes requests differently")
-    if _VICTIM not in inspect.getsource(Scheduler.schedule):
-        wrong.append("it preempts by another rule")
-    if _RANK not in inspect.getsource(WorkerBase.__init__):
-        wrong.append("its workers do not store their rank")
-    if "in self.logitsprocs.all" not in inspect.getsource(InputBatch.refresh_metadata):
-        wrong.append("its batch tells other processors of its requests")
-    if wrong:
-        raise RuntimeError(
-            f"warmpath chooses the tokens of vLLM {VERSION}, divides its cache and turns by tenant; this is vLLM "
-            f"{vllm.__version__}: {'; '.join(wrong)}. Install vLLM {VERSION}."
-        )
+            raise TypeError(f"{function.__qualname__} has other parameters")
+
+
+def _probed(name: str) -> None:
+    getattr(import_module(_PROBE), name)()
+
+
+CHECKS: dict[Capability, Callable[[], None]] = {
+    **{name: partial(_probed, name) for name in sorted(IN_CORE)},
+    "saves": _saves,
+    "copies": _copies,
+    "exact_resume": exact_resume,
+}
+"""Each raises an error, with what is different, if this vLLM does not do what the capability needs."""
+
+
+def switched_off() -> dict[Capability, str]:
+    """Return the capabilities whose checks fail, with what is different."""
+    quiet = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # vLLM's advice on the small pools that are tried
+    try:
+        return {name: said for name, check in CHECKS.items() if (said := _failure(check))}
+    finally:
+        logging.disable(quiet)
+
+
+def start(required: Collection[Capability]) -> dict[Capability, str]:
+    """Return ``switched_off``, and log it once. Raises RuntimeError without isolation or a ``required`` capability."""
+    off = switched_off()
+    sentences = [f"{name}: {CAPABILITIES[name].without} ({why})" for name, why in off.items()]
+    if said := _failure(isolation):
+        raise RuntimeError(f"vLLM {vllm.__version__} does not keep tenants' caches apart: {said}")
+    if missing := [one for one, name in zip(sentences, off, strict=True) if name in required]:
+        raise RuntimeError(f"required_capabilities: vLLM {vllm.__version__} has no {'; no '.join(missing)}")
+    if off:
+        _log.warning("with vLLM %s these capabilities are off: %s", vllm.__version__, "; ".join(sentences))
+    return off
+
+
+def _failure(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return ""

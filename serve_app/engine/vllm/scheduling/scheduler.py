@@ -1,8 +1,11 @@
 """vLLM's scheduler with fair service, preemption and eviction between tenants. Runs in vLLM's core.
 
-Everything else is vLLM's own behaviour, and so is everything while there is one tenant.
+Everything else is vLLM's own behaviour, and so is everything while there is one tenant. Each capability can be off.
 """
 
+import time
+from collections import Counter
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -10,69 +13,88 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from serve_app.cache.prefix.quota import PoolShares
 from serve_app.engine.runner.prompt_logprobs import LEAST_ROWS
 from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.sampling.rows import drafts_wanted, late_checks
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
-from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
 from serve_app.engine.vllm.scheduling.tenant import shares_of, tells_prompt, tenant_of
 from serve_app.engine.vllm.scheduling.turns import Need, Plan, TenantTurns
 from serve_app.engine.vllm.scheduling.waiting_line import FairRequestQueue
+from serve_app.engine.vllm.settings import CONFIG_OFF
 
 
 class TenantScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's, with queues, turns and pool shares by tenant. Raises RuntimeError for an unknown version of vLLM."""
+    """vLLM's, with queues, turns and pool shares by tenant. ``additional_config`` names the capabilities that are off.
+
+    Without shares the pool is vLLM's own, and a tenant's account is what its running requests hold.
+    """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        check_hooks()
         super().__init__(*arguments, **named)
         if self.policy != SchedulingPolicy.PRIORITY:
             raise ValueError("the policy has to be priority: copies of KV go first by theirs")
-        pool = self.kv_cache_manager.block_pool
-        self._pool_queue = TenantFreeQueue(pool.free_block_queue.get_all_free_blocks(), pool.num_gpu_blocks)
-        pool.free_block_queue = self._pool_queue
-        self._blocks = ScopedBlocks(pool, self._pool_queue, self.cache_config.prefix_caching_hash_algo)
-        self.waiting = FairRequestQueue()
-        self._turns = TenantTurns(
-            self.max_num_scheduled_tokens, self.max_num_active_reqs, pool.num_gpu_blocks - 1, self._blocks_for
-        )
+        self._off = frozenset(self.vllm_config.additional_config.get(CONFIG_OFF, ()))
+        manager, pool = self.kv_cache_manager, self.kv_cache_manager.block_pool
+        self._pool_queue: TenantFreeQueue | None = None
+        self._shares: PoolShares[Any] = PoolShares(pool.num_gpu_blocks, {}, time.monotonic, list)
+        if "shares" not in self._off:
+            self._pool_queue = TenantFreeQueue(pool.free_block_queue.get_all_free_blocks(), pool.num_gpu_blocks)
+            pool.free_block_queue = self._pool_queue
+            self._shares = self._pool_queue.shares
+            manager.allocate_slots = partial(self._allocate, manager.allocate_slots)
+        self._blocks = None
+        if not self._off >= {"public_prompts", "store_kv"}:
+            self._blocks = ScopedBlocks(pool, self._pool_queue)
+        self._turns: TenantTurns | None = None
+        if "turns" not in self._off:
+            self.waiting = FairRequestQueue()
+            self._turns = TenantTurns(
+                self.max_num_scheduled_tokens, self.max_num_active_reqs, pool.num_gpu_blocks - 1, self._blocks_for
+            )
         self._plan = Plan()
         self._ranked = False
 
     def add_request(self, request: Any) -> None:
         """Add a request: its tenant is active from now on, and weights that it carries apply."""
-        shares, tenant = shares_of(request), tenant_of(request)
-        if shares is not None:
-            self._turns.shares.set_weights(shares)
-            self._pool_queue.shares.set_weights(shares)
+        weights, tenant, turns = shares_of(request), tenant_of(request), self._turns
+        if weights is not None:
+            self._shares.set_weights(weights)
         if tenant:
-            if request.priority >= 0:  # a copy needs no turn
-                self._turns.shares.touch(tenant)
-            self._pool_queue.shares.touch(tenant)
-        self._blocks.begin(request)
-        if request.priority >= 0:
+            self._shares.touch(tenant)
+        if turns is not None and weights is not None:
+            turns.shares.set_weights(weights)
+        if turns is not None and request.priority >= 0:  # a copy needs no turn
+            if tenant:
+                turns.shares.touch(tenant)
             self.waiting.make_way(request)
+        if self._blocks is not None:
+            self._blocks.begin(request)
         super().add_request(request)
-        if self.running or len(self.waiting) > 1:
+        if "predictions" not in self._off and (self.running or len(self.waiting) > 1):
             # Touch its cached blocks now: else other requests could evict them before it starts.
             pool = self.kv_cache_manager.block_pool
             for blocks in self._hit(request)[0]:
                 pool.touch(blocks)
                 pool.free_blocks(reversed(blocks))
 
-    def schedule(self, throttle_prefills: bool = False) -> Any:
+    def schedule(self, *arguments: Any, **named: Any) -> Any:
         """Return vLLM's next step; competing tenants get the tokens and starts of their turns."""
+        if self._turns is None:
+            return super().schedule(*arguments, **named)
         contested = self._turns.shares.contested
+        if contested or self._ranked:
+            self._count()
         if contested:
-            in_use = {account.tenant: account.held - account.idle for account in self._pool_queue.shares.all()}
+            in_use = {account.tenant: account.held - account.idle for account in self._shares.all()}
             self._plan = self._turns.plan(self.running, self.waiting.in_order(), in_use, self)
             self.waiting.chosen = self._plan.starts
         if contested or self._ranked:
             self._ranked = contested
             self._rank()
         try:
-            return super().schedule(throttle_prefills)
+            return super().schedule(*arguments, **named)
         finally:
             self._plan = Plan()
             self.waiting.chosen = None
@@ -85,13 +107,12 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
     def reset_prefix_cache(self, *arguments: Any, **named: Any) -> bool:
         """Drop all blocks, or none while one is in use."""
         done = bool(super().reset_prefix_cache(*arguments, **named))
-        if done:
+        if done and self._pool_queue is not None:
             self._pool_queue.forget()
         return done
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Return how many tokens of a request the step computes: vLLM calls this right before it allocates blocks."""
-        self._pool_queue.taker = tenant_of(request)
         most = self._plan.limits.get(request.request_id, num_new_tokens)
         if tells_prompt(request):  # vLLM makes logits of all these tokens at once
             most = min(most, max(LEAST_ROWS, self.max_num_running_reqs))
@@ -110,15 +131,34 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             if request is not None and not drafts_wanted(request.sampling_params.extra_args):
                 request.spec_token_ids = []
 
-    def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
-        request.priority = min(request.priority, 0)
-        super()._preempt_request(request, timestamp, drop_stale_output)
+    def _preempt_request(self, request: Any, *arguments: Any, **named: Any) -> None:
+        if self._turns is not None:
+            request.priority = min(request.priority, 0)
+        super()._preempt_request(request, *arguments, **named)
         if self._ranked:
+            self._count()
             self._rank()
+
+    def _allocate(self, allocate: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        """Do as vLLM's manager, which takes blocks for this request from the pool's queue."""
+        assert self._pool_queue is not None
+        self._pool_queue.taker = tenant_of(request)
+        return allocate(request, *arguments, **named)
+
+    def _count(self) -> None:
+        """Correct the accounts, which vLLM's own queue does not keep."""
+        if self._pool_queue is None:
+            held: Counter[str] = Counter()
+            for request in self.running:
+                held[tenant_of(request)] += self._blocks_for(request.num_computed_tokens)
+            for tenant in held:
+                self._shares.account(tenant)
+            for account in self._shares.all():
+                self._shares.change(account, held=held[account.tenant] - account.held)
 
     def _rank(self) -> None:
         """Set priorities so that vLLM preempts the latest arrival of the tenant most over its share."""
-        over_share = self._pool_queue.shares.over_share
+        over_share = self._shares.over_share
         over = {tenant: over_share(tenant) if self._ranked else 0.0 for tenant in set(map(tenant_of, self.running))}
         for request in self.running:
             if request.priority >= 0:
@@ -126,11 +166,12 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
 
     def protected(self, tenant: str) -> int:
         """Return the idle blocks within the shares of other tenants seen lately."""
-        return self._pool_queue.shares.protected(tenant)
+        return self._shares.protected(tenant)
 
     def need_of(self, request: Any) -> Need:
         """Return the tokens and blocks that a waiting request would need if it started now."""
         groups, cached_tokens = self._hit(request)
+        assert self._turns is not None
         taken = self._turns.blocks_of(request) - sum(block.ref_cnt > 0 for group in groups for block in group)
         return Need(request.num_tokens - cached_tokens, taken)
 
@@ -146,7 +187,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
 
     def _hit(self, request: Any) -> tuple[list[list[Any]], int]:
         """Return the cached blocks of each group, and the number of tokens, that a request would read now."""
-        hit, cached_tokens, *_ = self._get_local_prefix_cache_hit(request)
+        hit, cached_tokens, *_ = self.kv_cache_manager.get_computed_blocks(request)
         return [[block for block in group if not block.is_null] for group in hit.blocks], cached_tokens
 
 

@@ -6,13 +6,10 @@ has the tenant's root in its hash too, so that all later blocks are the tenant's
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
-
 from serve_app.cache.prefix.quota import PUBLIC
-from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.tenant import public_part, stores_kv
 
 Hasher = Callable[[Any], list[Any]]
@@ -20,12 +17,11 @@ Hasher = Callable[[Any], list[Any]]
 
 
 class ScopedBlocks:
-    """Stands between vLLM's managers and the map of their ``pool``. ``hash_name``: vLLM's name of the block hash."""
+    """Stands between vLLM's managers and the map of their ``pool``. ``queue``: its accounts, None without any."""
 
-    def __init__(self, pool: Any, queue: TenantFreeQueue, hash_name: str) -> None:
+    def __init__(self, pool: Any, queue: Any = None) -> None:
         self._pool = pool
         self._queue = queue
-        self._hash = get_hash_fn_by_name(hash_name)
         self._enter = pool.cache_full_blocks
         pool.cache_full_blocks = self.cache_full_blocks
 
@@ -34,10 +30,11 @@ class ScopedBlocks:
         tokens, salt = public_part(request)
         if not tokens or request._block_hasher is None:
             return
-        self._queue.shares.touch(PUBLIC)  # it has a share while any request reads it
+        if self._queue is not None:
+            self._queue.shares.touch(PUBLIC)  # it has a share while any request reads it
         public = tokens // self._pool.hash_block_size
-        del request.block_hashes[public:]
-        request._block_hasher = partial(self._hashes, request._block_hasher, public, salt)
+        request.block_hashes.clear()
+        request._block_hasher = partial(_private_hashes, request._block_hasher, public, bytes.fromhex(salt))
         request.update_block_hashes()
 
     def cache_full_blocks(
@@ -47,33 +44,39 @@ class ScopedBlocks:
         num_cached_blocks: int,
         num_full_blocks: int,
         block_size: int,
-        kv_cache_group_id: int,
-        block_mask: list[bool] | None = None,
+        *more: Any,
+        **named: Any,
     ) -> None:
         """Do as vLLM's pool, unless the request stores nothing; public blocks leave the tenant's account."""
         if not stores_kv(request):
             return
-        self._enter(
-            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask=block_mask
-        )
+        before = len(self._pool.kv_event_queue)
+        self._enter(request, blocks, num_cached_blocks, num_full_blocks, block_size, *more, **named)
         tokens, salt = public_part(request)
         if not tokens:
             return
         public = tokens // block_size
-        self._queue.hand_over(blocks[num_cached_blocks : min(public, num_full_blocks)], PUBLIC)
-        if self._pool.enable_kv_cache_events and num_cached_blocks <= public < num_full_blocks:
+        if self._queue is not None:
+            self._queue.hand_over(blocks[num_cached_blocks : min(public, num_full_blocks)], PUBLIC)
+        if len(self._pool.kv_event_queue) > before and num_cached_blocks <= public < num_full_blocks:
             keys = self._pool.kv_event_queue[-1].extra_keys
             if keys and len(keys) == num_full_blocks - num_cached_blocks:  # a group of states keeps only some
                 own = (salt, tokens % block_size) if tokens % block_size else (salt,)  # it may begin in a block
                 keys[public - num_cached_blocks] = (*(keys[public - num_cached_blocks] or ()), *own)
 
-    def _hashes(self, own: Hasher, public: int, salt: str, request: Any) -> list[Any]:
-        """Return the hashes that a request lacks, like vLLM's ``own`` hasher except for the first private block."""
-        size = self._pool.hash_block_size
-        start, end = public * size, (public + 1) * size
-        if len(request.block_hashes) == public and request.num_tokens >= end:
-            keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
-            private = (*(keys or ()), ("cache_salt", salt))
-            ids = request.all_token_ids[start:end]
-            request.block_hashes.append(hash_block_tokens(self._hash, request.block_hashes[-1], ids, private))
+
+def _private_hashes(own: Hasher, public: int, root: bytes, request: Any) -> list[Any]:
+    """Return the hashes that a request lacks, by vLLM's ``own`` hasher: the first private one also covers the root."""
+    hashes, known = request.block_hashes, len(request.block_hashes)
+    if known > public:
         return own(request)
+    shared = own(request)[: public - known] if known < public else []
+    if known + len(shared) < public:
+        return shared
+    hashes += shared
+    parent, hashes[-1] = hashes[-1], sha256(hashes[-1] + root).digest()
+    try:
+        return shared + own(request)
+    finally:
+        hashes[-1] = parent
+        del hashes[known:]

@@ -1,0 +1,218 @@
+"""What this package does in vLLM's scheduler, tried over a small pool without a model. Each check raises any error."""
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import CacheConfig, KVEventsConfig, SchedulerConfig, VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from router.protocol.block_hash import HASH_BYTES, extend_chain
+from router.vllm_events.batches import decode_batch
+from router.vllm_events.pool import VllmPool
+from serve_app.config.engine import Capability
+from serve_app.engine.vllm.scheduling.scheduler import TenantScheduler
+from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, tenant_args
+from serve_app.engine.vllm.settings import CONFIG_OFF, IN_CORE
+
+SIZE = 32
+BLOCKS = 33
+"""One of them is vLLM's null block."""
+STEP = 4 * SIZE
+_LONGEST = 100 * SIZE
+
+
+class Differs(Exception):
+    """vLLM does something else than a capability needs; the message says what."""
+
+
+def expect(fact: object, otherwise: str) -> None:
+    """Raise Differs unless a fact is true."""
+    if not fact:
+        raise Differs(otherwise)
+
+
+class _Model(SimpleNamespace):
+    """A model of text: whatever else vLLM asks it for, it is not."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class Probe:
+    """vLLM's scheduler with the capabilities ``on``; ``pool``: its blocks by its events, as of the last step."""
+
+    def __init__(self, *on: Capability) -> None:
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(SIZE, sha256)
+        config = VllmConfig(
+            cache_config=CacheConfig(block_size=SIZE),
+            scheduler_config=SchedulerConfig(
+                max_model_len=_LONGEST,
+                is_encoder_decoder=False,
+                max_num_seqs=8,
+                max_num_batched_tokens=STEP,
+                policy="priority",
+            ),
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+            additional_config={CONFIG_OFF: sorted(IN_CORE - {*on})},
+        )
+        config.cache_config.num_gpu_blocks = BLOCKS
+        config.model_config = _Model(max_model_len=_LONGEST, runner_type="generate", skip_tokenizer_init=True)
+        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        pool = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
+        grammars = StructuredOutputManager(config)
+        self.scheduler = TenantScheduler(config, pool, grammars, block_size=SIZE, hash_block_size=SIZE)
+        self.scheduler.kv_event_publisher = SimpleNamespace(publish=self._hear)
+        self.pool = VllmPool(SIZE, BLOCKS)
+        self._names = count()
+
+    def ask(self, tenant: str, ids: list[int], public: int = 0, *, store_kv: bool = True) -> Any:
+        """Queue a request, of which the first ``public`` blocks are public; return vLLM's object."""
+        root = root_of(tenant, public)
+        told = tenant_args(tenant) | scope_args(root, public * SIZE, store_kv=store_kv)
+        params = SamplingParams(max_tokens=_LONGEST, ignore_eos=True, extra_args=told)
+        name = f"r{next(self._names)}"
+        request = Request(name, ids, params, None, cache_salt=salt_of(root), block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> dict[str, int]:
+        """Compute one step; return the numbers of its tokens by request."""
+        plan = self.scheduler.schedule()
+        planned: dict[str, int] = plan.num_scheduled_tokens
+        asked = [self.scheduler.requests[name] for name in planned]
+        tokens = [[1] if one.num_computed_tokens >= one.num_tokens else [] for one in asked]
+        places = {name: at for at, name in enumerate(planned)}
+        self.scheduler.update_from_output(plan, ModelRunnerOutput([*planned], places, tokens))
+        return planned
+
+    def _hear(self, batch: Any) -> None:
+        self.pool.translate(decode_batch(msgspec.msgpack.encode(batch)))
+
+    def run(self, tenant: str, ids: list[int], public: int = 0, *, store_kv: bool = True) -> int:
+        """Compute a request's first token alone; return how many blocks of its prompt were cached."""
+        request = self.ask(tenant, ids, public, store_kv=store_kv)
+        computed = 0
+        for _ in range(_LONGEST):
+            computed += self.step().get(request.request_id, 0)
+            if request.num_tokens > len(ids):
+                break
+        self.end(request)
+        return (len(ids) - computed) // SIZE
+
+    def end(self, *requests: Any) -> None:
+        """End requests."""
+        for request in requests:
+            self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+    def known(self, tenant: str, ids: list[int], public: int = 0) -> int:
+        """Return how many blocks of a prompt a router would say are cached."""
+        chain = extend_chain(root_of(tenant, public), public, np.array(ids, np.int32), SIZE)
+        return self.pool.count_held(chain, (len(ids) - 1) // SIZE)
+
+
+def root_of(tenant: str, public: int = 0) -> bytes:
+    """Return a root as in ``EngineRequest``."""
+    own = tenant.encode().ljust(HASH_BYTES)
+    return b"public".ljust(HASH_BYTES) + own if public else own
+
+
+def prompt(number: int, blocks: int) -> list[int]:
+    """Return that many blocks and a token, which only the prompt with this number has."""
+    return [number] * (blocks * SIZE + 1)
+
+
+def turns() -> None:
+    """Check that a prompt is computed beside a flood that came first, which is preempted for it."""
+    probe = Probe("turns")
+    flood = [probe.ask("flood", prompt(number, 4)) for number in range(6)]
+    probe.step()
+    calm = probe.ask("calm", prompt(6, 1))
+    served = [probe.step().get(calm.request_id, 0) for _ in range(2)]
+    expect(sum(served), "a tenant waits for another's flood")
+    probe.end(*flood, calm)
+    large, small = probe.ask("flood", prompt(7, 20)), probe.ask("calm", prompt(8, 5))
+    for _ in range(_LONGEST):
+        if large.num_preemptions or small.num_preemptions:
+            break
+        probe.step()
+    expect(large.num_preemptions and not small.num_preemptions, "it preempts a tenant within its share")
+
+
+def shares() -> None:
+    """Check that a flood leaves another tenant's share of the cache."""
+    probe = Probe("shares")
+    probe.run("calm", prompt(0, 12))
+    for number in range(1, 7):
+        probe.run("flood", prompt(number, 12))
+    expect(probe.run("calm", prompt(0, 12)) == 12, "a flood evicts another tenant's blocks")
+
+
+def public_prompts() -> None:
+    """Check that tenants share public blocks and no others, as routers are told if they are told of any."""
+    probe = Probe("public_prompts")
+    ids = prompt(0, 4)
+    expect([probe.run(tenant, ids, 2) for tenant in "aba"] == [0, 2, 4], "tenants share other blocks than public ones")
+    known = [probe.known(tenant, ids, 2) for tenant in "ab"]
+    probe.run("a", ids)
+    expect(known == [4, 4] or not probe.known("a", ids), "it reports public blocks otherwise")
+
+
+def store_kv() -> None:
+    """Check that a request leaves no blocks, but reads some."""
+    probe = Probe("store_kv")
+    probe.run("a", prompt(0, 2))
+    longer = [*prompt(0, 2), *prompt(1, 3)]
+    expect(probe.run("a", longer, store_kv=False) == probe.run("a", longer) == 2, "it stores what it must not")
+
+
+def predictions() -> None:
+    """Check that routers know the blocks of prompts, also of evicted and of waiting ones."""
+    probe = Probe("predictions")
+    for number in (0, 1, 2, 0, 3, 3, 1):
+        ids = prompt(number, 12)
+        expect(probe.known("a", ids) == probe.run("a", ids), "its events tell of other blocks than it has")
+    running = probe.ask("b", prompt(8, 1))
+    probe.step()
+    known, waiting = probe.known("a", prompt(3, 12)), probe.ask("a", prompt(3, 12))
+    probe.end(running, waiting)
+    probe.run("a", prompt(4, 12))
+    expect(probe.known("a", prompt(3, 12)) == known == 12, "blocks that a waiting request reads are evicted first")
+
+
+def pins() -> None:
+    """Check that blocks with one more user stay, until it leaves."""
+    probe = Probe()
+    request = probe.ask("a", prompt(0, 4))
+    probe.step()
+    pool, manager = probe.scheduler.kv_cache_manager.block_pool, probe.scheduler.kv_cache_manager
+    kept = [pool.blocks[block] for block in manager.get_block_ids(request.request_id)[0][:4]]
+    pool.touch(kept)
+    probe.end(request)
+    for number in range(1, 5):
+        probe.run("b", prompt(number, 16))
+    expect(probe.run("a", prompt(0, 4)) == 4, "blocks in use are evicted")
+    pool.free_blocks(reversed(kept))
+    for number in range(5, 9):
+        probe.run("b", prompt(number, 16))
+    expect(probe.run("a", prompt(0, 4)) == 0, "blocks stay in use")
+
+
+def moved() -> None:
+    """Check that a step tells which blocks a new request has, and from where on it computes."""
+    probe = Probe()
+    probe.run("a", prompt(0, 4))
+    asked = probe.ask("a", prompt(0, 4))
+    (new,) = probe.scheduler.schedule().scheduled_new_reqs
+    told = (new.req_id, len(new.block_ids[0]), new.num_computed_tokens)
+    expect(told == (asked.request_id, 5, 4 * SIZE), "its steps tell other facts of a request")

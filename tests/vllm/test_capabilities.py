@@ -1,0 +1,172 @@
+"""The checks of what this project needs of vLLM: what differs switches its own capability off, and the rest works."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+from vllm.v1.sample.sampler import Sampler
+
+from serve_app.engine.vllm.scheduling import hooks, probe
+from serve_app.engine.vllm.settings import CHECKED, IN_CORE
+
+Patch = pytest.MonkeyPatch
+
+
+def kept(name: str) -> property:
+    """Return an attribute that keeps its first value."""
+    return property(lambda one: vars(one)[name], lambda one, value: vars(one).setdefault(name, value))
+
+
+def a_queue_that_stays(patch: Patch) -> None:
+    patch.setattr(Scheduler, "waiting", kept("waiting"), raising=False)
+
+
+def another_victim(patch: Patch) -> None:
+    """vLLM preempts the latest arrival, whatever its priority."""
+    schedule = Scheduler.schedule
+
+    def by_arrival(self: Any, *arguments: Any) -> Any:
+        for request in self.running:
+            request.priority = 0
+        return schedule(self, *arguments)
+
+    patch.setattr(Scheduler, "schedule", by_arrival)
+
+
+def a_pool_that_asks_for_more(patch: Patch) -> None:
+    get_new_blocks = BlockPool.get_new_blocks
+
+    def asks(self: Any, *arguments: Any, **named: Any) -> Any:
+        self.free_block_queue.peek()
+        return get_new_blocks(self, *arguments, **named)
+
+    patch.setattr(FreeKVCacheBlockQueue, "peek", lambda self: None, raising=False)
+    patch.setattr(BlockPool, "get_new_blocks", asks)
+
+
+def hashes_elsewhere(patch: Patch) -> None:
+    """A request keeps its first hasher."""
+
+    def update(self: Any) -> None:
+        hasher = vars(self).setdefault("first", self._block_hasher)
+        self.block_hashes.extend(hasher(self))
+
+    patch.setattr(Request, "update_block_hashes", update)
+
+
+def blocks_stored_elsewhere(patch: Patch) -> None:
+    store = BlockPool.cache_full_blocks
+    patch.setattr(BlockPool, "cache_full_blocks", property(lambda self: partial(store, self), lambda self, value: None))
+
+
+def no_events(patch: Patch) -> None:
+    patch.setattr(KVCacheManager, "take_events", lambda self: [])
+
+
+def a_connector_without_a_pool(patch: Patch) -> None:
+    patch.delattr(KVConnectorBase_V1, "bind_gpu_block_pool")
+
+
+def steps_without_blocks(patch: Patch) -> None:
+    schedule = Scheduler.schedule
+
+    def told(self: Any, *arguments: Any) -> Any:
+        output = schedule(self, *arguments)
+        for new in output.scheduled_new_reqs:
+            new.block_ids = ()
+        return output
+
+    patch.setattr(Scheduler, "schedule", told)
+
+
+def another_sampler(patch: Patch) -> None:
+    patch.setattr(Sampler, "sample", lambda self, logits, metadata: logits)
+
+
+DIFFERENT: dict[Callable[[Patch], None], set[str]] = {
+    a_queue_that_stays: {"turns"},
+    another_victim: {"turns"},
+    a_pool_that_asks_for_more: {"shares"},
+    hashes_elsewhere: {"public_prompts"},
+    blocks_stored_elsewhere: {"public_prompts", "store_kv"},
+    no_events: {"predictions"},
+    a_connector_without_a_pool: {"saves", "copies"},
+    steps_without_blocks: {"copies"},
+    another_sampler: {"exact_resume"},
+}
+
+
+def test_the_installed_vllm_allows_every_capability() -> None:
+    assert hooks.switched_off() == {}
+    assert hooks.CHECKS.keys() == CHECKED
+
+
+@pytest.mark.parametrize("change", DIFFERENT, ids=lambda change: change.__name__)
+def test_what_differs_switches_off_its_own_capability(
+    change: Callable[[Patch], None], monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning says so, requests are served without it, and who requires it is refused."""
+    change(monkeypatch)
+    off = hooks.start([])
+    assert off.keys() == DIFFERENT[change]
+    (record,) = (record for record in caplog.records if record.name == hooks.__name__)
+    assert all(f"{name}: " in record.getMessage() for name in off)
+    serve(IN_CORE - off.keys())
+    for name in off:
+        with pytest.raises(RuntimeError, match=rf"required_capabilities: vLLM \S+ has no {name}: "):
+            hooks.start([name])
+    hooks.start(sorted(CHECKED - off.keys()))
+
+
+@pytest.mark.parametrize("number", range(len(IN_CORE) + 1))
+def test_every_part_of_the_capabilities_works_without_the_others(number: int) -> None:
+    for on in itertools.combinations(sorted(IN_CORE), number):
+        serve(frozenset(on))
+
+
+@pytest.mark.parametrize("name", sorted(IN_CORE))
+def test_a_check_fails_if_its_capability_does_nothing(name: str, monkeypatch: Patch) -> None:
+    own, scoped = probe.Probe, {"public_prompts", "store_kv"}  # these two need the same hook
+    off = scoped if name in scoped else {name}
+    monkeypatch.setattr(probe, "Probe", lambda *on: own(*(IN_CORE - off)))
+    with pytest.raises(probe.Differs):
+        getattr(probe, name)()
+
+
+def test_a_vllm_that_mixes_tenants_does_not_start(monkeypatch: Patch) -> None:
+    """Its hashes leave out the salt."""
+    extra_keys = kv_cache_utils.generate_block_hash_extra_keys
+
+    def without_salt(request: Any, *arguments: Any) -> Any:
+        request.cache_salt = None
+        return extra_keys(request, *arguments)
+
+    monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", without_salt)
+    with pytest.raises(RuntimeError, match="does not keep tenants' caches apart"):
+        hooks.start([])
+
+
+def serve(on: frozenset[str]) -> None:
+    """Check that a flood and another tenant, which take turns and run out of blocks, all get their answers."""
+    served = probe.Probe(*on)
+    asked = [served.ask("flood", probe.prompt(number % 3, 9), public=2) for number in range(6)]
+    asked += [served.ask("calm", probe.prompt(number % 2, 9), store_kv=False) for number in range(3)]
+    for _ in range(3000):
+        served.step()
+        for request in [one for one in asked if one.num_tokens > 12 * probe.SIZE]:
+            served.end(request)
+            asked.remove(request)
+        if not asked:
+            break
+    assert not asked
+    assert served.scheduler.reset_prefix_cache()
+    assert served.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == probe.BLOCKS - 1
