@@ -15,7 +15,7 @@ from serve_app.engine.vllm.event_endpoints import EventEndpoints
 CONFIG_ENDS = "warmpath_end_token_ids"
 """Key of an answer's end tokens for the token choice, in vLLM's ``additional_config``."""
 
-CONFIG_OFF = "warmpath_off"
+CONFIG_OFF = "warmpath.off"
 """Key of the names of capabilities that are off, there too."""
 
 IN_CORE: frozenset[Capability] = frozenset({"turns", "shares", "public_prompts", "store_kv", "predictions"})
