@@ -121,7 +121,7 @@ class Served:
         if ours:
             self.queue = pool.free_block_queue = TenantFreeQueue(self.queue.get_all_free_blocks(), BLOCKS)
             self.queue.shares.set_weights(WEIGHTS)
-            self.blocks = ScopedBlocks(pool, self.queue, "sha256")
+            self.blocks = ScopedBlocks(pool, self.queue)
         self.pool, self.directory = VllmPool(SIZE, BLOCKS), Directory(SIZE)
         self.directory.add_replica("r")
         self.live: list[Live] = []

@@ -26,6 +26,7 @@ from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import Save
 from serve_app.engine.reports import EngineMeters
+from serve_app.engine.vllm.settings import capability_samples
 from serve_app.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.shares import Shares
@@ -100,6 +101,7 @@ def test_all_samples_of_replicas_are_shown(make_engine: MakeEngine, tmp_path: Pa
     moves.taken_blocks["save"] += 1
     moves.taken_saves["pinned"] += 1
     beside = [*meters.samples((("engine", "vllm"),)), *pulls.samples((), 1.0), *moves.samples()]
+    beside += capability_samples({"turns"}, (("engine", "vllm"),))
     beside += SessionGate(engine, AppConfig(model="demo")).samples()
     samples: list[Sample] = [*engine.stats().samples, *beside]
     labelled = [(name, (*labels, ("replica", "a")), value) for name, labels, value in samples]
