@@ -6,6 +6,7 @@ with a public prompt, and a part of the requests stores nothing.
 """
 
 import argparse
+import json
 import random
 import tempfile
 import threading
@@ -22,6 +23,7 @@ import numpy as np
 
 from benchmarks.common.output_collector import OutputCollector, running
 from benchmarks.common.random_adapters import make_adapters
+from benchmarks.common.random_drafter import make_eagle_head
 from benchmarks.common.report import add_engine_flag, parser_of, progress, write
 from router.core import RoutingCore
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, extend_chain, hash_at, split_chain
@@ -55,6 +57,9 @@ def main() -> None:
     parser.add_argument("--unstored", type=float, default=0.0, help="fraction of requests with store_kv false")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--drafts", type=int, default=0, help="tokens that vLLM drafts by n-grams; answers then repeat")
+    parser.add_argument(
+        "--speculative-config", type=json.loads, help="vLLM's, for drafts; without a model, EAGLE gets a random head"
+    )
     arguments = parser.parse_args()
     results = measure(resolve_model(arguments.model), arguments)
     alone, in_bursts = results["one_at_a_time"]["exact"], results["in_bursts"]["exact"]
@@ -68,23 +73,28 @@ def main() -> None:
 
 def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Send all requests; return the share of answers with the predicted cached tokens, and reasons for the others."""
-    info = load_checkpoint_info(model)
-    config = AppConfig(
-        model=str(model),
-        engine=arguments.engine,
-        dtype="float32",
-        block_size=BLOCK,
-        num_blocks=arguments.blocks,
-        max_model_len=2048,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        enforce_eager=True,
-        allow_runtime_lora=True,
-        max_lora_rank=8,
-        **({"speculative_model": NGRAM, "num_speculative_tokens": arguments.drafts} if arguments.drafts else {}),
-    )
+    drafting = arguments.speculative_config
+    if arguments.drafts:
+        drafting = {"method": NGRAM, "num_speculative_tokens": arguments.drafts}
     routed = Routed()
     with tempfile.TemporaryDirectory(prefix="warmpath-predictions-") as directory, ExitStack() as stack:
+        if drafting and drafting.get("method") == "eagle" and "model" not in drafting:
+            drafting = {**drafting, "model": str(make_eagle_head(model, Path(directory) / "head"))}
+        info = load_checkpoint_info(model)
+        config = AppConfig(
+            model=str(model),
+            engine=arguments.engine,
+            dtype="float32",
+            block_size=BLOCK,
+            num_blocks=arguments.blocks,
+            max_model_len=2048,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            enforce_eager=True,
+            allow_runtime_lora=True,
+            max_lora_rank=8,
+            speculative_config=drafting,
+        )
         adapters = ["", ""]
         specs = [] if ENGINES[arguments.engine].simulated else make_adapters(model, Path(directory), 2, rank=4)
         engine = stack.enter_context(running(make_engine(config, info, routed.events)))
@@ -97,7 +107,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             for public in blocks for tenant in TENANTS for adapter in adapters
         ]  # fmt: skip
         talks = Talks(scopes, info.vocab_size, arguments, random.Random(arguments.seed))
-        talks.rules = TokenRules(logit_bias=((300, 100.0),)) if arguments.drafts else None
+        talks.rules = TokenRules(logit_bias=((300, 100.0),)) if drafting else None
         return _ask_all(engine, routed, talks, arguments)
 
 

@@ -29,6 +29,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
 
     ``token_ids``: of all the blocks. ``extra_keys``: each block's hash inputs besides tokens and parent, untagged:
     the adapter's name, the salt (in a chain's first block only), and identifiers of images and embeddings.
+    ``lookahead_token_ids``: for each block, the tokens after it that its hash covers too; None if hashes cover none.
     """
 
     block_hashes: list[BlockHash]
@@ -41,6 +42,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    lookahead_token_ids: list[list[TokenId]] | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):

@@ -75,6 +75,8 @@ class VllmPool:
     ``max_blocks``: the size of the engine's pool, never exceeded. ``xor``: of the words of the hashes; ``unplaced``:
     stored blocks without a known chain. One thread changes the pool, and any thread may read it.
     vLLM does not deduplicate: equal blocks are stored and removed once for each copy, and only the last removal counts.
+    If its names of blocks cover tokens after them, as for drafts, a block has a name for each continuation. A prompt
+    with another one then finds a block less than predicted.
     """
 
     def __init__(self, block_size: int, max_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,6 +91,8 @@ class VllmPool:
         self._blocks = Chains(math.inf, self._touched)
         """Of the group that tells most about a block: one with full attention, or else with the longest window."""
         self._ours: dict[BlockHash, bytes] = {}
+        self._names: dict[bytes, set[BlockHash]] = {}
+        """Blocks with several names."""
         self._told: dict[bytes, None] = {}
 
     def __len__(self) -> int:
@@ -172,7 +176,7 @@ class VllmPool:
             group.copies.clear()
             if group.chains is not None:
                 group.chains.clear()
-        for known in (self._touched, self._ours, self._told):
+        for known in (self._touched, self._ours, self._names, self._told):
             known.clear()
         self.xor = 0
         changes.append((CacheCleared, b""))
@@ -240,7 +244,11 @@ class VllmPool:
         for index, (theirs, ours) in enumerate(zip(event.block_hashes, hashes, strict=True)):
             group.copies[theirs] += 1
             self._ours[theirs] = ours
-            if ours not in group.chains:
+            held = group.chains.get(ours)
+            if held is not None and held.theirs != theirs:
+                self._names.setdefault(ours, {held.theirs}).add(theirs)
+                self._touched[ours] = None
+            elif held is None:
                 content = raw[4 * size * index : 4 * size * (index + 1)]
                 group.chains.add(ours, HeldBlock(under, roots.get(size * index, b""), content, self._clock(), theirs))
             under = ours
@@ -279,9 +287,17 @@ class VllmPool:
             if group.chains is None:
                 self._touched[ours] = None
             elif ours in group.chains:
-                group.chains.drop(ours)
+                if (other := next((name for name in self._names.get(ours, ()) if name in group.copies), None)) is None:
+                    group.chains.drop(ours)
+                else:
+                    group.chains[ours].theirs = other
+                    self._touched[ours] = None
             if not any(theirs in other.copies for other in self._groups.values()):
                 del self._ours[theirs]
+                if len(names := self._names.get(ours, set()) - {theirs}) > 1:
+                    self._names[ours] = names
+                else:
+                    self._names.pop(ours, None)
 
     def _tell(self, changes: _Changes) -> None:
         """Append the touched blocks that a prompt can newly be served up to, and those that it no longer can."""
@@ -299,10 +315,13 @@ class VllmPool:
 
     def _serves(self, block: bytes) -> bool:
         """Return whether all groups can continue behind a block."""
-        held = self._blocks.get(block)
-        return held is not None and all(
-            group.known and held.theirs in group.copies if group.chains is None else group.chains.serves(block)
-            for group in self._groups.values()
+        held, groups = self._blocks.get(block), self._groups.values()
+        return held is not None and any(
+            all(
+                group.known and name in group.copies if group.chains is None else group.chains.serves(block)
+                for group in groups
+            )
+            for name in self._names.get(block, (held.theirs,))
         )
 
 

@@ -13,6 +13,7 @@ from serve_app.engine.protocol import RequestTooLong, Save, TokenRules
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.structured.grammar import Grammar
 from serve_app.structured.matcher import Matchers
+from tests.serve_app.engine.adapters import described, save_adapter
 from tests.serve_app.engine.tiny import request, run_all
 from tests.vllm.engines import BLOCK, Both, both_engines, compute, eventually, outputs_of, prefix_of, reset, tokens_of
 
@@ -245,6 +246,20 @@ def test_a_save_beside_drafts_outlives_a_flood_and_leaves_space_for_them(eagle: 
         tokens_of(eagle.vllm, "flood", eagle.prompt(61 * BLOCK - 8, seed=seed), max_tokens=8)
     assert run_all(eagle.vllm, [request("again", ids)]).cached["again"] == 34 * BLOCK
     reset(eagle)
+
+
+def test_an_adapter_beside_a_drafter_gives_the_same_tokens(eagle: Both, demo_model_path: Path, tmp_path: Path) -> None:
+    """The drafter has the model's embeddings, and no adapter; a request of the base runs beside."""
+    spec, scope = described(save_adapter(demo_model_path, tmp_path / "one", 1, ("q_proj", "v_proj", "up_proj")), "one")
+    for engine in (eagle.vllm, eagle.torch):
+        engine.adapters.load(spec)
+    ids = eagle.prompt(100, seed=71)
+    asked = [request("one", ids, 20, scope=scope), request("base", ids, 20)]
+    wanted = run_all(eagle.torch, asked).tokens
+    assert wanted["one"] != wanted["base"]
+    assert run_all(eagle.vllm, asked).tokens == wanted
+    again = run_all(eagle.vllm, asked)
+    assert (again.tokens, set(again.cached.values())) == (wanted, {3 * BLOCK})
 
 
 def test_a_wrong_field_is_one_sentence(demo_model_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Laws of an engine's KV events that routers rely on, checked batch by batch from the first one.
 
 numbers: batches count up by one. parent: a stored block begins a chain or has a held parent. content: a hash and its
-parent, tokens and extra keys determine each other. removed: only held blocks are removed, one copy at a time.
+parent, tokens, lookahead, extra keys determine each other. removed: only held blocks are removed, one copy at a time.
 no_holes: a block is removed after its children. room: the pool never holds more copies than it has blocks.
 """
 
@@ -51,7 +51,9 @@ class Checker:
         self._hold(parent is None or self._copies[parent] > 0, "parent", f"{parent!r} is not held")
         for index, name in enumerate(event.block_hashes):
             keys = event.extra_keys[index] if event.extra_keys else None
-            content = (parent, tuple(event.token_ids[index * size : (index + 1) * size]), repr((event.lora_name, keys)))
+            ahead = event.lookahead_token_ids[index] if event.lookahead_token_ids else None
+            tokens = tuple(event.token_ids[index * size : (index + 1) * size])
+            content = (parent, tokens, repr((event.lora_name, keys, ahead)))
             same = self._content.setdefault(name, content), self._hash_of.setdefault(content, name)
             self._hold(same == (content, name), "content", f"{name!r} stood for something else, or another hash for it")
             self.duplicates += self._copies[name] > 0

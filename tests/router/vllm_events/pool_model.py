@@ -59,10 +59,14 @@ class Request:
 
 
 class PoolModel:
-    """``num_blocks`` blocks of ``size`` tokens. ``events``: those since the last ``take_events``."""
+    """``num_blocks`` blocks of ``size`` tokens. ``events``: those since the last ``take_events``.
 
-    def __init__(self, num_blocks: int, size: int) -> None:
+    ``lookahead``: how many tokens after a block its name covers, which it has only once they exist.
+    """
+
+    def __init__(self, num_blocks: int, size: int, lookahead: int = 0) -> None:
         self.size = size
+        self.lookahead = lookahead
         self.users = [0] * num_blocks
         self.free = list(range(num_blocks))
         self.content: dict[int, bytes] = {}
@@ -100,8 +104,9 @@ class PoolModel:
         if wanted > len(self.free):
             return False
         request.blocks += [self._take() for _ in range(wanted)]
-        if tokens // self.size > request.hashed:
-            self._store(request, tokens // self.size)
+        full = min(tokens, len(request.tokens) - self.lookahead) // self.size
+        if full > request.hashed:
+            self._store(request, full)
         return True
 
     def end(self, request: Request) -> None:
@@ -156,14 +161,19 @@ class PoolModel:
                 [_extra_keys(request, index) for index in range(first, full)],
                 0,
                 "full_attention",
+                lookahead_token_ids=self._lookaheads(request, first, full),
             )
         )
         request.hashed = full
 
+    def _lookaheads(self, request: Request, first: int, full: int) -> list[list[int]] | None:
+        ends = [self.size * (index + 1) for index in range(first, full)]
+        return [request.tokens[end : end + self.lookahead] for end in ends] if self.lookahead else None
+
     def _their_hashes(self, request: Request) -> list[bytes]:
         hashes = [b""]
-        for index in range(len(request.tokens) // self.size):
-            tokens = request.tokens[index * self.size : (index + 1) * self.size]
+        for index in range((len(request.tokens) - self.lookahead) // self.size):
+            tokens = request.tokens[index * self.size : (index + 1) * self.size + self.lookahead]
             hashes.append(sha256(repr((hashes[-1], tokens, _extra_keys(request, index))).encode()).digest())
         return hashes[1:]
 

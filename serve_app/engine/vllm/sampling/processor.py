@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.outputs import SamplerOutput
@@ -43,6 +44,8 @@ class ChoosesByPosition:
             runner.rejection_sampler = DraftVerifier(runner.sampler)
         if runner.device.type == "cpu":
             spare_base_rows()
+        if isinstance(drafter := getattr(getattr(runner, "drafter", None), "model", None), torch.nn.Module):
+            without_adapters(drafter)
 
 
 class BatchRows(LogitsProcessor):  # type: ignore[misc]
@@ -149,3 +152,11 @@ def spare_base_rows() -> None:
         output.masked_fill_((indices == -1).unsqueeze(1), 0.0)
 
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink
+
+
+def without_adapters(drafter: torch.nn.Module) -> None:
+    """Give a drafter the model's own layers where vLLM shares those with adapters: they do not fit its tokens."""
+    for module in list(drafter.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, BaseLayerWithLoRA):
+                setattr(module, name, layer.base_layer)
