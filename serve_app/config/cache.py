@@ -12,7 +12,7 @@ MIB = 1024 * 1024
 CPU_POOL_BYTES = 512 * MIB
 """The default size of a replica's KV pool without a GPU."""
 
-TIERS = (
+CACHE_TIERS = (
     "serve_app.cache.tiers.object:open_object",
     "serve_app.cache.tiers.disk:open_disk",
     "serve_app.cache.tiers.host:open_host",

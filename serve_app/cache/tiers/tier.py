@@ -1,6 +1,6 @@
 """A tier below the pool: the interface of all of them, and what one is opened with.
 
-A tier is a file here with a function that opens it, which stands in ``config.cache.TIERS`` beside its settings. The
+A tier is a file here with a function that opens it, named in ``config.cache.CACHE_TIERS`` beside its settings. The
 engine's loop calls a tier; only one behind a ``TierQueue`` has a thread. A batch has children first, so heads are
 evicted last.
 """

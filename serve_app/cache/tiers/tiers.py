@@ -15,7 +15,7 @@ from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.tier import ReadRows, Tier, TierParts, Wake, Wanted
 from serve_app.cache.tiers.tier_index import TierEvent, TierIndex, account_key
-from serve_app.config.cache import TIERS, CacheSection
+from serve_app.config.cache import CACHE_TIERS, CacheSection
 
 
 class Tiers:
@@ -37,7 +37,7 @@ class Tiers:
         self.size_bytes = size_bytes
         self.tiers: list[Tier] = []
         below: Tier | None = None
-        for opener in TIERS:
+        for opener in CACHE_TIERS:
             tier: Tier | None = pkgutil.resolve_name(opener)(parts, below)
             if tier is not None:
                 below = tier
