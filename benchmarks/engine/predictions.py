@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.common.output_collector import OutputCollector, running
 from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.random_drafter import make_eagle_head
+from benchmarks.common.random_windows import make_windowed
 from benchmarks.common.report import add_engine_flag, parser_of, progress, write
 from router.core import RoutingCore
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, extend_chain, hash_at, split_chain
@@ -60,8 +61,14 @@ def main() -> None:
     parser.add_argument(
         "--speculative-config", type=json.loads, help="vLLM's, for drafts; without a model, EAGLE gets a random head"
     )
+    parser.add_argument("--window", type=int, default=0, help="take a tiny model with windows of so many tokens")
     arguments = parser.parse_args()
-    results = measure(resolve_model(arguments.model), arguments)
+    with tempfile.TemporaryDirectory(prefix="warmpath-windows-") as directory:
+        model = resolve_model(arguments.model)
+        if arguments.window:
+            vocab_size = load_checkpoint_info(model).vocab_size
+            model = make_windowed(Path(directory) / "model", vocab_size, arguments.window, model)
+        results = measure(model, arguments)
     alone, in_bursts = results["one_at_a_time"]["exact"], results["in_bursts"]["exact"]
     said = (
         f"Cached tokens exactly as predicted: {results['exact']:.2%} of {results['requests']} requests "
@@ -279,8 +286,8 @@ def _compared(routed: Routed, asked: PredictedRequest, delivered: int) -> str:
         return "exact"
     if delivered > asked.predicted:
         return "in flight: another request computed it meanwhile"
-    first_missing = hash_at(asked.chain, delivered // BLOCK)
-    return "evicted meanwhile" if routed.gone_since(asked.number, first_missing) else "unexplained"
+    last = hash_at(asked.chain, asked.predicted // BLOCK - 1)
+    return "evicted meanwhile" if routed.gone_since(asked.number, last) else "unexplained"
 
 
 def _shares(counts: Counter[str]) -> dict[str, Any]:

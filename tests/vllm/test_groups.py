@@ -77,7 +77,8 @@ MODELS: dict[str, list[KVCacheSpec]] = {
 }
 
 # Tenant, public tokens shared with others, a prompt and the number of its tokens, chunk.
-Asked = st.tuples(st.sampled_from("ab"), st.integers(0, 13), st.integers(0, 1), st.integers(1, 60), st.integers(1, 16))
+ASKED = st.integers(0, 1), st.integers(1, 60), st.integers(1, 16)
+Asked = st.tuples(st.sampled_from("ab"), st.integers(0, 13), *ASKED)
 Others = st.tuples(st.sampled_from(("grow", "grow", "end", "end", "preempt", "reset")), st.integers(0, 20))
 Steps = st.lists(st.one_of(*[st.tuples(st.just("start"), Asked)] * 2, Others), min_size=10, max_size=50)
 
@@ -102,13 +103,13 @@ class Live:
 class Served:
     """Requests over one manager. ``ours``: with the queue of tenants and scoped blocks, else vLLM's own alone."""
 
-    def __init__(self, specs: list[KVCacheSpec], *, ours: bool = True) -> None:
+    def __init__(self, specs: list[KVCacheSpec], *, ours: bool = True, blocks: int = BLOCKS) -> None:
         groups = [KVCacheGroupSpec([f"l{i}"], spec) for i, spec in enumerate(specs)]
         self.parts = isinstance(specs[-1], FullAttentionSpec) and specs[-1].block_size > SIZE
         """Whether vLLM also names parts of blocks, which are no hits here."""
         self.aligned = any(isinstance(spec, MambaSpec) for spec in specs)
         self.manager = KVCacheManager(
-            KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),
+            KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             max_model_len=200,
             scheduler_block_size=math.lcm(*(spec.block_size for spec in specs)),
             hash_block_size=SIZE,
@@ -119,13 +120,19 @@ class Served:
         self.queue: Any = pool.free_block_queue
         self.blocks: ScopedBlocks | None = None
         if ours:
-            self.queue = pool.free_block_queue = TenantFreeQueue(self.queue.get_all_free_blocks(), BLOCKS)
+            self.queue = pool.free_block_queue = TenantFreeQueue(self.queue.get_all_free_blocks(), blocks)
             self.queue.shares.set_weights(WEIGHTS)
             self.blocks = ScopedBlocks(pool, self.queue)
-        self.pool, self.directory = VllmPool(SIZE, BLOCKS), Directory(SIZE)
+        self.pool, self.directory = VllmPool(SIZE, blocks), Directory(SIZE)
         self.directory.add_replica("r")
         self.live: list[Live] = []
-        self.hits = self.most_in_use = 0
+        self.hits = 0
+        self._blocks = blocks - 1
+
+    @property
+    def used(self) -> int:
+        """Blocks in use, without vLLM's null block."""
+        return self._blocks - int(self.queue.num_free_blocks)
 
     def do(self, action: str, asked: Any) -> None:
         one = self.live[asked % len(self.live)] if self.live and action in ("grow", "end", "preempt") else None
@@ -180,7 +187,6 @@ class Served:
         if self.manager.allocate_slots(request, tokens, cached, *hit) is None:
             return False
         request.num_computed_tokens += cached + tokens
-        self.most_in_use = max(self.most_in_use, BLOCKS - 1 - self.queue.num_free_blocks)
         return True
 
     def leave(self, one: Live) -> None:
@@ -207,3 +213,33 @@ def test_predictions_are_the_hits_of_vllms_own_manager(specs: list[KVCacheSpec],
     for action, asked in steps:
         served.do(action, asked)
     event(f"{'some' if served.hits else 'no'} hits")
+
+
+Alone = st.lists(
+    st.one_of(*[st.tuples(st.just("start"), st.tuples(st.just("a"), st.just(0), *ASKED))] * 2, Others),
+    min_size=10,
+    max_size=50,
+)
+
+
+@pytest.mark.parametrize("specs", MODELS.values(), ids=MODELS.keys())
+@given(steps=Alone)
+@settings(max_examples=15, deadline=None)
+def test_one_tenant_holds_as_many_blocks_as_under_vllm_alone(
+    specs: list[KVCacheSpec], steps: list[tuple[str, Any]]
+) -> None:
+    """Each step uses as many blocks, and as many keep a prefix."""
+    ours, theirs = Served(specs), Served(specs, ours=False)
+    for action, asked in steps:
+        for one in (ours, theirs):
+            one.do(action, asked)
+        assert (ours.used, len(ours.pool)) == (theirs.used, len(theirs.pool))
+
+
+def test_blocks_outside_a_window_are_free_while_a_request_runs() -> None:
+    """A prompt of 38 blocks in the shape of Gemma 3 holds all of them once, and of two windows the last ones."""
+    served = Served(MODELS["Gemma 3: the same window in several groups"], blocks=200)
+    served.do("start", ("a", 0, 0, 38 * SIZE - 1, 4 * SIZE))
+    assert served.used == 38 + 2 * 6
+    served.do("grow", 6)
+    assert served.used == 40 + 2 * 4
