@@ -291,7 +291,14 @@ class Replica:
             sampling=SamplingParams(max_tokens=4, temperature=0.0),
         )
         running = self._running.begin(request, TokenStream())
-        self._engine.submit(request, self._on_outputs)
+        try:
+            self._engine.submit(request, self._on_outputs)
+        except RequestTooLong:  # layers in groups leave less space in the pool
+            self._running.forget("warm-up")
+            if tokens == 1:
+                raise
+            await self._warm_up(tokens // 2, vocab_size)
+            return
         end = await asyncio.wait_for(running.end, 120)
         self._running.forget("warm-up")
         if end.error:

@@ -97,11 +97,12 @@ def attributes_of(settings: Mapping[str, str | float], labels: Mapping[str, str]
 
 def replica_figures(engine: Engine, version: int, config: AppConfig) -> ReplicaFigures:
     """Return the current figures for the autoscaling policy."""
-    load, block_size = engine.load(), config.block_size
+    load = engine.load()
     sums: Counter[str] = Counter()
     for name, labels, value in engine.stats().samples:
         state = dict(labels).get("state")
         sums[f"{name}/{state}" if state else name] += value  # type: ignore[assignment]
+    block_tokens = sums["warmpath_kv_cache_block_tokens"] or config.block_size
     pool_blocks = sum(sums[f"warmpath_kv_cache_blocks/{state}"] for state in ("used", "cached", "free"))
     return ReplicaFigures(
         version=version,
@@ -113,9 +114,9 @@ def replica_figures(engine: Engine, version: int, config: AppConfig) -> ReplicaF
         running=load.running_sequences,
         waiting=load.waiting_sequences,
         slots=load.max_running_sequences,
-        pool_tokens=pool_blocks * block_size,
-        used_tokens=sums["warmpath_kv_cache_blocks/used"] * block_size,
-        pinned_tokens=sums["warmpath_pinned_blocks"] * block_size,
-        pin_budget_tokens=sums["warmpath_pin_budget_blocks"] * block_size,
+        pool_tokens=pool_blocks * block_tokens,
+        used_tokens=sums["warmpath_kv_cache_blocks/used"] * block_tokens,
+        pinned_tokens=sums["warmpath_pinned_blocks"] * block_tokens,
+        pin_budget_tokens=sums["warmpath_pin_budget_blocks"] * block_tokens,
         hands_over=config.handover,
     )

@@ -15,6 +15,7 @@ from router.directory import Directory
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
+from serve_app.engine.protocol import RequestTooLong
 from serve_app.engine.vllm.engine import VllmEngine
 from serve_app.replica.engine_factory import make_engine
 from tests.serve_app.engine.tiny import request, run_all
@@ -28,7 +29,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 4096,
     "initializer_range": 0.3,
     "tie_word_embeddings": False,
     "eos_token_id": 2,
@@ -97,7 +98,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         engine="vllm",
         block_size=BLOCK,
         num_blocks=2 * BLOCKS if "Gemma" in request.param else BLOCKS,  # each has the KV of one layer in four
-        max_model_len=1024,
+        max_model_len=4096,
         max_num_seqs=4,
         max_num_batched_tokens=250,  # a turn would end within a block unless prevented
         dtype="float32",
@@ -158,3 +159,15 @@ def test_a_reset_forgets_all_groups(served: Served) -> None:
     eventually(served.engine.reset_prefix_cache)
     assert served.directory.match(prefix_of(ids).chain) == {}
     assert run_all(served.engine, [request("again", ids)]).cached["again"] == 0  # type: ignore[arg-type]
+
+
+def test_the_longest_request_fits(served: Served) -> None:
+    """vLLM lowers the length to what the pool holds in all groups; with windows alone that may exceed the pool."""
+    eventually(served.engine.reset_prefix_cache)
+    longest = served.engine.facts.max_model_len
+    full = {"mistral": 0, "lfm2": 1, "gpt_oss": 1, "gemma3_text": 1}[served.model.config.model_type]
+    assert (longest < 4096) == bool(full)
+    ids = np.random.default_rng(4).integers(3, VOCAB, longest - 6, dtype=np.int32)
+    assert len(run_all(served.engine, [request("longest", ids, 6)]).tokens["longest"]) == 6  # type: ignore[arg-type]
+    with pytest.raises(RequestTooLong):
+        served.engine.submit(request("longer", ids, 7), lambda _: None)

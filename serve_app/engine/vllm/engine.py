@@ -123,7 +123,8 @@ class VllmEngine:
             structs.replace(request, sampling=sampling),
             vocab_size=self.facts.vocab_size,
             max_model_len=self.facts.max_model_len,
-            max_blocks=self.facts.num_blocks - self._kept_blocks,
+            # Without saves each request of the longest length fits, however few blocks its windows take.
+            max_blocks=self.facts.num_blocks - self._kept_blocks if self._kept_blocks else self.facts.max_model_len,
             block_size=size,
         )
         choice = choice_of(request, f"{self._endpoints.directory}/failed-{id(request):x}-{time.monotonic_ns():x}")
@@ -173,6 +174,7 @@ class VllmEngine:
                 *capability_samples(self.off, _LABELS),
                 ("warmpath_unplaced_kv_blocks_total", _LABELS, float(self._pool.unplaced)),
                 ("warmpath_kv_cache_block_bytes", _LABELS, float(self.kv_block_bytes)),
+                ("warmpath_kv_cache_block_tokens", _LABELS, self.facts.block_tokens),
                 *pin_samples(pins, _LABELS, self._saves.recalled),
                 *self.adapters.samples(_LABELS),
             )

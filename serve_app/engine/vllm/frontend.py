@@ -28,11 +28,15 @@ OnStep = Callable[[int, float, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts that vLLM derives from settings. ``num_blocks``: without its null block."""
+    """Facts that vLLM derives from settings. ``num_blocks``: without its null block.
+
+    ``block_tokens``: of a longest request for each block that it holds; not the block size if layers form groups.
+    """
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
+    block_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +176,9 @@ class VllmFrontend:
         size = config.cache_config.block_size
         if size != settings.block_size:
             raise ValueError(f"vLLM computes this model in blocks of {size} tokens here; set block_size: {size}")
-        model = config.model_config
-        return ModelFacts(model.get_vocab_size(), model.max_model_len, config.cache_config.num_gpu_blocks - 1)
+        model, blocks = config.model_config, config.cache_config.num_gpu_blocks
+        tokens = config.cache_config.kv_cache_size_tokens or blocks * size
+        return ModelFacts(model.get_vocab_size(), model.max_model_len, blocks - 1, tokens / blocks)
 
 
 def _generated(output: Any, params: Any, prompt: list[int]) -> Generated:

@@ -108,6 +108,9 @@ warmpath_kv_cache_block_bytes: replica engine
     Bytes of one block, to convert numbers of blocks.
 warmpath_engine_capability: replica engine capability
     1 if the installed vLLM allows a capability, 0 if it differs there: then the replica goes without it.
+warmpath_kv_cache_block_tokens: replica engine
+    Tokens that vLLM's pool holds for each block, in requests of the longest length. Layers with windows, or in several
+    groups, make it differ from block_size.
 warmpath_unplaced_kv_blocks_total: replica engine
     Blocks in vLLM's cache that no router knows, since vLLM's events do not name their prompt: images, KV offloaded
     elsewhere, unknown roots. Routing ignores them.

@@ -51,6 +51,16 @@ def test_kv_bytes_are_the_pools(checkpoints: dict[str, Path]) -> None:
     kinds = ["linear_attention", "conv", "full_attention", "sliding_attention"]
     some = SimpleNamespace(**llama.to_dict(), layer_types=kinds)
     assert kv_bytes_per_block(some, "bfloat16", 16) * llama.num_hidden_layers == 2 * per_block
+    for kinds, layers in (
+        (["sliding_attention"] * 5 + ["full_attention"], 1),  # Gemma 3
+        (["sliding_attention", "full_attention"] * 3, 3),  # gpt-oss
+        (["sliding_attention"] * 4 + ["full_attention"] * 3, 4),
+        (["sliding_attention"] * 6, 6),
+        (["conv", "full_attention", "conv"], 1),
+    ):
+        some = SimpleNamespace(**llama.to_dict(), layer_types=kinds)
+        found = kv_bytes_per_block(some, "bfloat16", 16, grouped=True)
+        assert found * llama.num_hidden_layers == layers * per_block
 
 
 def test_weights_of_another_model_than_the_configs_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:

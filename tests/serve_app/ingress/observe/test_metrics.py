@@ -116,6 +116,7 @@ def test_all_samples_of_replicas_are_shown(make_engine: MakeEngine, tmp_path: Pa
         "warmpath_feed_mirror_drift_total",
         "warmpath_replica_info",
         "warmpath_unplaced_kv_blocks_total",
+        "warmpath_kv_cache_block_tokens",  # vLLM's
     }
 
 

@@ -66,7 +66,7 @@ class Pool:
     def make(self, *, transfer: bool) -> VllmMigration:
         settings, facts = (
             VllmSettings("m", block_size=SIZE, transfer=transfer, pipeline_parallel_size=3),
-            ModelFacts(VOCAB, 1000, BLOCKS),
+            ModelFacts(VOCAB, 1000, BLOCKS, SIZE),
         )
         return VllmMigration(
             settings, facts, self.held, self.pins, self.directory, self.run,
