@@ -193,20 +193,25 @@ class VllmPool:
         group = self._groups[event.group_idx or 0] = _Group(
             chains is not None or kind == _STATE, size // self._block_size, chains
         )
-        if kind not in _FULL:
+        if kind not in _FULL or size > self._block_size:
             self.tier = ENDS_TIER
+        self._tell_anew(changes)
+        return group
+
+    def _tell_anew(self, changes: _Changes) -> None:
         if self._told:
             self._touched |= self._told
             self._told.clear()
             self.xor = 0
             changes.append((CacheCleared, b""))
-        return group
 
     def _skip(self, event: BlockStored | BlockRemoved) -> None:
         if isinstance(event, BlockStored):
             self.unplaced += len(event.block_hashes)
 
     def _stored(self, event: BlockStored, changes: _Changes) -> None:
+        if event.block_size <= 0:
+            raise MalformedBatch(f"blocks of {event.block_size} tokens")
         group = self._groups.get(event.group_idx or 0) or self._learn(event, changes)
         if not group.known:
             self._skip(event)
@@ -215,9 +220,10 @@ class VllmPool:
         if group.chains is not None and event.block_size != group.scale * self._block_size:
             if event.block_size < group.scale * self._block_size:  # the end of a prompt, part of a block: no hit
                 return
-            group.scale = event.block_size // self._block_size
+            group.scale, self.tier = event.block_size // self._block_size, ENDS_TIER
             group.chains.clear()
             group.copies.clear()
+            self._tell_anew(changes)
         if self.held_blocks + len(event.block_hashes) > self._max_blocks:  # removals were lost, or the pool changed
             self._clear(changes)
         if group.chains is None:
@@ -259,7 +265,7 @@ class VllmPool:
         Raises UnsupportedEvents for a block size that is none of the routers', and MalformedBatch for a contradiction.
         """
         size, tokens, blocks = event.block_size, len(event.token_ids), len(event.block_hashes)
-        self._check_size(size, size > 0 and size % self._block_size == 0)
+        self._check_size(size, size % self._block_size == 0)
         if tokens % size or tokens < size * blocks:
             raise MalformedBatch(f"{tokens} tokens for {blocks} blocks of {size}")
         if event.extra_keys is not None and len(event.extra_keys) != blocks:

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ from router.protocol.events import CacheDigest, TierDigest
 from router.vllm_events.batches import decode_batch
 from router.vllm_events.pool import VllmPool
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
+from serve_app.engine.vllm.scheduling.scheduler import TenantScheduler
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args
 from tests.serve_app.engine.tiny import root_of
@@ -126,7 +128,7 @@ class Served:
         self.pool, self.directory = VllmPool(SIZE, blocks), Directory(SIZE)
         self.directory.add_replica("r")
         self.live: list[Live] = []
-        self.hits = 0
+        self.hits = self.most_used = 0
         self._blocks = blocks - 1
 
     @property
@@ -187,6 +189,7 @@ class Served:
         if self.manager.allocate_slots(request, tokens, cached, *hit) is None:
             return False
         request.num_computed_tokens += cached + tokens
+        self.most_used = max(self.most_used, self.used)
         return True
 
     def leave(self, one: Live) -> None:
@@ -243,3 +246,17 @@ def test_blocks_outside_a_window_are_free_while_a_request_runs() -> None:
     assert served.used == 38 + 2 * 6
     served.do("grow", 6)
     assert served.used == 40 + 2 * 4
+
+
+@pytest.mark.parametrize("specs", MODELS.values(), ids=MODELS.keys())
+def test_turns_count_the_blocks_of_all_groups(specs: list[KVCacheSpec]) -> None:
+    """A request never holds more blocks than its tenant's turn counts, and without windows it holds all of them."""
+    for tokens in range(1, 100, 7):
+        served = Served(specs, blocks=200)
+        counted = TenantScheduler._blocks_for(SimpleNamespace(kv_cache_manager=served.manager), tokens)  # type: ignore[arg-type]
+        one = served.asked("a", 0, 0, tokens, 16)
+        served.start(one)
+        assert served.most_used <= counted
+        if len(specs) == 1 and isinstance(specs[0], FullAttentionSpec):
+            assert served.used == counted
+        assert counted <= sum(-(-tokens // spec.block_size) for spec in specs)

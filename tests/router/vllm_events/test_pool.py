@@ -361,6 +361,7 @@ GROUPS: dict[str, list[Group]] = {
     "states beside windows": [(0, 1), (5, 1)],
     "states and windows beside full attention": [(0, 1), (5, 1), (None, 1)],
     "larger blocks in full attention": [(7, 1), (None, 2)],
+    "larger blocks in a part of full attention": [(None, 1), (None, 2)],
     "larger blocks in windows": [(9, 2), (None, 1)],
     "a window within a block": [(1, 1), (None, 1)],
 }
@@ -464,3 +465,18 @@ def _window_hit(held: list[bool], needed: int, align: int) -> int:
 def test_an_event_that_contradicts_itself_is_malformed() -> None:
     with pytest.raises(MalformedBatch):
         told(VllmPool(2, 8), stored(extra_keys=[None, None]))
+    for kind in ("sliding_window", "mamba"):
+        with pytest.raises(MalformedBatch, match="blocks of 0 tokens"):
+            told(VllmPool(2, 8), stored(block_size=0, kv_cache_spec_kind=kind, kv_cache_spec_sliding_window=8))
+
+
+def test_ends_of_prompts_in_larger_blocks_are_no_hits() -> None:
+    """vLLM names a prompt's end inside a block of another group's size: no group of whole blocks finds it."""
+    pool = VllmPool(2, 20)
+    assert told(pool, stored(group_idx=1)) == [BlocksStored(chain(1, 2))], "the group's blocks are unknown so far"
+    fine, keys = [b"1", b"2"], [(ROOT.hex(),), None]
+    whole = stored(block_hashes=[b"2"], token_ids=[1, 2, 3, 4], block_size=4, group_idx=1)
+    both = stored(block_hashes=fine, token_ids=[1, 2, 3, 4], extra_keys=keys)
+    assert told(pool, both, BlockRemoved([b"1"], "GPU", 1), whole) == [CacheCleared(), ends(1, 2, 3, 4)]
+    assert told(pool, stored(block_hashes=[b"3"], parent_block_hash=b"2", token_ids=[5, 6], group_idx=1)) == []
+    assert pool.held_blocks == 3
