@@ -137,7 +137,7 @@ def test_every_part_of_the_capabilities_works_without_the_others(number: int) ->
 def test_a_check_fails_if_its_capability_does_nothing(name: str, monkeypatch: Patch) -> None:
     own, scoped = probe.Probe, {"public_prompts", "store_kv"}  # these two need the same hook
     off = scoped if name in scoped else {name}
-    monkeypatch.setattr(probe, "Probe", lambda *on: own(*(IN_CORE - off)))
+    monkeypatch.setattr(probe, "Probe", lambda *on, **more: own(*(IN_CORE - off), **more))
     with pytest.raises(probe.Differs):
         getattr(probe, name)()
 

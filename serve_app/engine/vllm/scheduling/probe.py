@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.config import CacheConfig, KVEventsConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -49,9 +49,12 @@ class _Model(SimpleNamespace):
 
 
 class Probe:
-    """vLLM's scheduler with the capabilities ``on``; ``pool``: its blocks by its events, as of the last step."""
+    """vLLM's scheduler with the capabilities ``on``; ``pool``: its blocks by its events, as of the last step.
 
-    def __init__(self, *on: Capability) -> None:
+    ``window``: also of layers with a window of so many tokens, beside those with full attention.
+    """
+
+    def __init__(self, *on: Capability, window: int = 0) -> None:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(SIZE, sha256)
         config = VllmConfig(
@@ -68,8 +71,11 @@ class Probe:
         )
         config.cache_config.num_gpu_blocks = BLOCKS
         config.model_config = _Model(max_model_len=_LONGEST, runner_type="generate", skip_tokenizer_init=True)
-        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        pool = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
+        sizes: dict[str, Any] = {"block_size": SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        groups = [KVCacheGroupSpec(["l"], FullAttentionSpec(**sizes))]
+        if window:
+            groups.insert(0, KVCacheGroupSpec(["w"], SlidingWindowSpec(**sizes, sliding_window=window)))
+        pool = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         grammars = StructuredOutputManager(config)
         self.scheduler = TenantScheduler(config, pool, grammars, block_size=SIZE, hash_block_size=SIZE)
         self.scheduler.kv_event_publisher = SimpleNamespace(publish=self._hear)
@@ -177,11 +183,12 @@ def store_kv() -> None:
 
 
 def predictions() -> None:
-    """Check that routers know the blocks of prompts, also of evicted and of waiting ones."""
-    probe = Probe("predictions")
-    for number in (0, 1, 2, 0, 3, 3, 1):
-        ids = prompt(number, 12)
-        expect(probe.known("a", ids) == probe.run("a", ids), "its events tell of other blocks than it has")
+    """Check that routers know the blocks of prompts, also of evicted and of waiting ones, and of windows."""
+    for window in (2 * SIZE, 0):
+        probe = Probe("predictions", window=window)
+        for number in (0, 1, 2, 0, 3, 3, 1):
+            ids = prompt(number, 12)
+            expect(probe.known("a", ids) == probe.run("a", ids), "its events tell of other blocks than it has")
     running = probe.ask("b", prompt(8, 1))
     probe.step()
     known, waiting = probe.known("a", prompt(3, 12)), probe.ask("a", prompt(3, 12))
