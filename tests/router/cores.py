@@ -31,7 +31,9 @@ def core_of(
     **settings: object,
 ) -> RoutingCore:
     """``reports``: by replica, or the one-letter names of idle replicas. ``held``: hashes by replica."""
-    core = RoutingCore(name, RouterSettings.from_json(settings), clock=clock or Clock(), rng=Random(0))
+    core = RoutingCore(
+        name, RouterSettings.from_json({"block_size": 16, **settings}), clock=clock or Clock(), rng=Random(0)
+    )
     core.update_replicas(reports)
     for replica in reports:
         stored = [BlocksStored(held[replica])] if held and replica in held else []

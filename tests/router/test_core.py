@@ -106,7 +106,7 @@ def test_settings_from_json_and_reconfiguration() -> None:
         RouterSettings.from_json({"polcy": "lmetric"})
     core = core_of("a", {"a": CHAIN})
     decided(core, ask(1))
-    core.configure(RouterSettings(policy="round_robin"))
+    core.configure(RouterSettings(policy="round_robin", block_size=16))
     decided(core, ask(2))
     assert [shown["decisions"] for shown in core.state()["regret"].values()] == [1, 1], "each under its own policy"
     assert core.directory.num_blocks == 10

@@ -30,7 +30,7 @@ class Case:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.core = RoutingCore("me", clock=lambda: self.now_s)
+        self.core = RoutingCore("me", RouterSettings(block_size=16), clock=lambda: self.now_s)
         self.core.follow(lambda replica_id: False)
         self.core.update_replicas("abc")
         for name in "ab":
@@ -108,7 +108,7 @@ def test_a_feed_that_is_cut_off_is_not_believed_until_a_snapshot_comes() -> None
 def test_a_replica_that_reports_and_one_that_never_had_a_feed_are_not_silent() -> None:
     """Events without a feed (in simulations) are believed until a feed replaces them."""
     case = Case()
-    case.core = RoutingCore("me", clock=lambda: case.now_s)
+    case.core = RoutingCore("me", RouterSettings(block_size=16), clock=lambda: case.now_s)
     case.core.update_replicas("abc")
     case.core.apply("a", [BlocksStored(CHAIN), load(0, 0.0)])
     for is_live in (None, lambda replica_id: True):

@@ -8,6 +8,7 @@ from random import Random
 from router.core import RoutingCore
 from router.feed import FeedPublisher, FeedSubscriber
 from router.protocol.events import LoadReport
+from router.settings import RouterSettings
 
 BEAT = LoadReport(3, 1, 1, 8, 64, 1000.0)
 CHAIN = Random(0).randbytes(16 * 50)
@@ -26,7 +27,7 @@ def blocks(core: RoutingCore, name: str) -> int:
 @asynccontextmanager
 async def following(*names: str) -> AsyncIterator[tuple[RoutingCore, FeedSubscriber, dict[str, FeedPublisher]]]:
     """Yield a core that knows the replicas, its subscriber, which is not connected yet, and the feeds."""
-    core = RoutingCore("me")
+    core = RoutingCore("me", RouterSettings(block_size=16))
     core.update_replicas(names)
     subscriber = FeedSubscriber(core.apply, core.counters.feed)
     core.follow(subscriber.is_live, resync=subscriber.resync)

@@ -15,6 +15,7 @@ from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve import request_router
 from router.serve.core_registry import RecentDecisions, core_for, decisions_for
 from router.serve.request_router import CacheAwareRouter, WaitQueue, deployment_key
+from router.settings import RouterSettings
 from tests.router.cores import load
 from tests.router.feed.sockets import until
 
@@ -196,7 +197,7 @@ class Case:
         deployment = DeploymentID(name, "app")
         self.router = CacheAwareRouter(deployment, DeploymentHandleSource.REPLICA)
         self.router.initialize_state()
-        self.core = core_for(deployment_key("app", name))
+        self.core = core_for(deployment_key("app", name), RouterSettings(block_size=16))
         self.ids = {letter: ReplicaID(letter, deployment) for letter in "ab"}
 
     def set(self, letters: str) -> None:

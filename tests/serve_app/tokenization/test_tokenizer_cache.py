@@ -66,7 +66,7 @@ def test_charged_bytes_equal_allocated_ones(demo_model_path: Path, texts: int, t
 
 def test_threads_agree(demo_model_path: Path) -> None:
     """Eight threads over one small cache all get the right answer."""
-    cached = PromptTokenizer(demo_model_path, cache_bytes=30_000)
+    cached = PromptTokenizer(demo_model_path, cache_bytes=30_000, block_size=16)
     texts = [conversation(3 + i, 1100) for i in range(6)]
     expected = [np.array(cached._tokenizer(text)["input_ids"], dtype=np.int32) for text in texts]
     hashes = [hash_blocks(ROOT, ids, 16) for ids in expected]
