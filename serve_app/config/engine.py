@@ -34,9 +34,12 @@ _OF_PAST = WITHOUT_KV | {"draft_model", "dflash", "dspark"}
 MOST_AHEAD = 16
 """The number of drafted tokens to expect if only the drafter knows it."""
 
+VLLM_VERSIONS = "0.31 to 0.33"
+"""Those that pyproject.toml allows."""
+
 VLLM_MISSING = (
-    "engine=vllm needs vLLM 0.32 in the environment of the replicas: on a GPU run `pip install '.[vllm]'` in a clone; "
-    "on a CPU run `make venv-vllm`, then start with .venv-vllm/bin/warmpath"
+    f"engine=vllm needs vLLM {VLLM_VERSIONS} in the environment of the replicas: on a GPU run `pip install '.[vllm]'` "
+    "in a clone; on a CPU run `make venv-vllm`, then start with .venv-vllm/bin/warmpath"
 )
 
 

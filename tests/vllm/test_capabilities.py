@@ -17,6 +17,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from serve_app.engine.vllm.scheduling import hooks, probe
 from serve_app.engine.vllm.settings import CHECKED, IN_CORE
+from tests.vllm import source
 
 Patch = pytest.MonkeyPatch
 
@@ -125,6 +126,23 @@ def test_what_differs_switches_off_its_own_capability(
         with pytest.raises(RuntimeError, match=rf"required_capabilities: vLLM \S+ has no {name}: "):
             hooks.start([name])
     hooks.start(sorted(CHECKED - off.keys()))
+
+
+def test_another_release_may_allow_no_less_than_the_installed_one(
+    monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `make test-vllm-source` tells of a release: a line for each check, and what has become worse."""
+    installed = source.told()
+    assert set(installed.values()) == {""}
+    for why, status in (("", 0), ("its queue is another", 1)):
+        answers = iter((installed, {**installed, "turns": why}))
+        monkeypatch.setattr(source, "told_of", lambda *sources: next(answers))  # noqa: B023  # called at once
+        monkeypatch.setattr(source, "fetched", lambda version, cache: cache / version)
+        assert source.main("0.99.0") == status
+        told = capsys.readouterr().out.splitlines()
+        assert len(told) == len(installed) + 1
+        assert f"turns           {why or 'ok'}" in told
+        assert told[-1] == f"vLLM 0.99.0: {'turns differ' if why else 'all that the installed one allows'}"
 
 
 @pytest.mark.parametrize("number", range(len(IN_CORE) + 1))

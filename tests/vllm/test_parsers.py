@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from tokenizers import AddedToken, Tokenizer
+from vllm.parser.parser_manager import ParserManager
 
 from serve_app.api.format import Choice
 from serve_app.api.openai.request import parse_chat
@@ -94,11 +95,13 @@ def test_names_are_ours_and_vllms(tokenizer: PromptTokenizer) -> None:
         AnswerReaders(tokenizer, "jamba")
 
 
-def test_another_vllm_is_refused_with_both_versions(
+def test_parsers_that_are_called_otherwise_are_refused(
     tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parsers.vllm, "__version__", "0.99.1")
-    with pytest.raises(RuntimeError, match=r"vLLM 0\.32, and this is vLLM 0\.99\.1: its version differs"):
+    """A new argument with a default is no difference."""
+    monkeypatch.setattr(ParserManager.get_parser.__func__, "__defaults__", None)
+    assert "missing a required argument: 'is_harmony'" in parsers.differences()
+    with pytest.raises(RuntimeError, match=r"parsers of vLLM \S+ cannot be used: ParserManager\.get_parser: missing"):
         AnswerReaders(tokenizer, "pythonic")
 
 

@@ -16,17 +16,12 @@ from vllm.parser.parser_manager import ParserManager
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
-VERSION = "0.32"
-"""The supported version of vLLM."""
-
-_RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
-    (Parser.__init__, "self tokenizer tools args model_config kwargs"),
-    (Parser.parse_delta, "self delta_text delta_token_ids request prompt_token_ids finished"),
-    (
-        ParserManager.get_parser,
-        "tool_parser_name reasoning_parser_name enable_auto_tools model_name is_harmony tool_strict_level tokenizer",
-    ),
+_CALLS: tuple[tuple[Callable[..., Any], str, str], ...] = (
+    (Parser.__init__, "self tokenizer tools", "chat_template_kwargs"),
+    (Parser.parse_delta, "self delta_text delta_token_ids", "request prompt_token_ids finished"),
+    (ParserManager.get_parser, "tool_parser reasoning_parser", "enable_auto_tools model_name"),
 )
+"""What is called here, with which positional and which named arguments."""
 
 Push = Callable[..., DeltaMessage | None]
 """(text, its token ids, finished=whether the answer has ended) -> the resulting addition to the answer."""
@@ -38,25 +33,34 @@ def parser_names(setting: str) -> list[str]:
     return list(manager.list_registered())
 
 
+def differences() -> str:
+    """Return how vLLM's parsers differ from those that can be called here, "" if they do not."""
+    wrong = []
+    for function, positional, named in _CALLS:
+        try:
+            inspect.signature(function).bind(*positional.split(), **dict.fromkeys(named.split()))
+        except TypeError as error:
+            wrong.append(f"{function.__qualname__}: {error}")
+    return "; ".join(wrong)
+
+
 class VllmParsers:
     """Makes vLLM's parsers for answers of one tokenizer; ``reasoning``, ``tools``: their names, "" for none.
 
     ``tags``: around reasoning, "" if they are not fixed. ``shows_special``: special tokens are part of the text. Raises
-    RuntimeError for another vLLM, ValueError for a tokenizer without a parser's tokens.
+    RuntimeError if vLLM's parsers differ, ValueError for a tokenizer without a parser's tokens.
     """
 
     def __init__(self, tokenizer: Any, reasoning: str, tools: str) -> None:
-        wrong = [] if vllm.__version__.startswith(f"{VERSION}.") else ["its version differs"]
-        for function, parameters in _RESTED_ON:
-            if list(inspect.signature(function).parameters) != parameters.split():
-                wrong.append(f"{function.__qualname__} takes other arguments")
-        if wrong:
+        if wrong := differences():
             raise RuntimeError(
-                f"warmpath reads answers with the parsers of vLLM {VERSION}, and this is vLLM {vllm.__version__}: "
-                f"{'; '.join(wrong)}. Install vLLM {VERSION}, or set reasoning_parser and tool_parser to auto."
+                f"the parsers of vLLM {vllm.__version__} cannot be used: {wrong}. Set reasoning_parser and tool_parser "
+                "to auto, or install another vLLM."
             )
         self._tokenizer = tokenizer
-        more = {"enable_auto_tools": True, "model_name": tokenizer.name_or_path, "tokenizer": tokenizer}
+        more: dict[str, Any] = {"enable_auto_tools": True, "model_name": tokenizer.name_or_path}
+        if "tokenizer" in inspect.signature(ParserManager.get_parser).parameters:  # since 0.32 it is checked at once
+            more["tokenizer"] = tokenizer
         make = partial(ParserManager.get_parser, **more)
         try:
             self._kinds = {
@@ -64,10 +68,10 @@ class VllmParsers:
                 for thinks in (True, False)
                 for calls in (True, False)
             }
-        except TypeError as error:
+            probe = _request([{"type": "function", "function": {"name": "f"}}])
+            parser = self._kinds[True, True](tokenizer, probe.tools)
+        except (TypeError, RuntimeError) as error:
             raise ValueError(str(error)) from error
-        probe = _request([{"type": "function", "function": {"name": "f"}}])
-        parser = self._kinds[True, True](tokenizer, probe.tools)
         self.shows_special = not parser.adjust_request(probe).skip_special_tokens
         start, end = (getattr(parser.reasoning_parser, f"reasoning_{at}_str", None) for at in ("start", "end"))
         self.tags: tuple[str, str] = (start or "", end or "")

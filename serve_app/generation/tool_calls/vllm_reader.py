@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from serve_app.api.format import CallArguments, CallBegun, CallEnded, CallEvent
-from serve_app.config.engine import vllm_missing
+from serve_app.config.engine import VLLM_VERSIONS, vllm_missing
 from serve_app.generation.answer import Piece, SplitPiece, in_pieces
 from serve_app.generation.reasoning import REASONING_TAGS
 from serve_app.generation.tool_calls.formats import FORMATS
@@ -21,7 +21,7 @@ PARSERS = {
     "reasoning_parser": ("auto", "none", *REASONING_TAGS, REASONING_PARSER),
 }
 """Settings, and their values that need no vLLM."""
-OTHERS = "; vLLM's others need vLLM 0.32 in the environment of the ingress"
+OTHERS = f"; vLLM's others need vLLM {VLLM_VERSIONS} in the environment of the ingress"
 
 
 def check_parser(setting: str, name: str) -> None:

@@ -101,7 +101,7 @@ def switched_off() -> dict[Capability, str]:
     quiet = logging.root.manager.disable
     logging.disable(logging.WARNING)  # vLLM's advice on the small pools that are tried
     try:
-        return {name: said for name, check in CHECKS.items() if (said := _failure(check))}
+        return {name: said for name, check in CHECKS.items() if (said := failure(check))}
     finally:
         logging.disable(quiet)
 
@@ -110,7 +110,7 @@ def start(required: Collection[Capability]) -> dict[Capability, str]:
     """Return ``switched_off``, and log it once. Raises RuntimeError without isolation or a ``required`` capability."""
     off = switched_off()
     sentences = [f"{name}: {CAPABILITIES[name].without} ({why})" for name, why in off.items()]
-    if said := _failure(isolation):
+    if said := failure(isolation):
         raise RuntimeError(f"vLLM {vllm.__version__} does not keep tenants' caches apart: {said}")
     if missing := [one for one, name in zip(sentences, off, strict=True) if name in required]:
         raise RuntimeError(f"required_capabilities: vLLM {vllm.__version__} has no {'; no '.join(missing)}")
@@ -119,7 +119,8 @@ def start(required: Collection[Capability]) -> dict[Capability, str]:
     return off
 
 
-def _failure(check: Callable[[], None]) -> str:
+def failure(check: Callable[[], None]) -> str:
+    """Return what a check says if it fails, else ""."""
     try:
         check()
     except Exception as error:

@@ -1,0 +1,113 @@
+"""Check what this project needs of another release of vLLM, from its wheel's Python files: `make test-vllm-source`.
+
+The rest of the environment is that of `make venv-vllm`; what needs the wheel's compiled parts is not tried.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from serve_app.checkpoints.model_cache import default_cache_dir
+
+ROOT = Path(__file__).parents[2]
+
+
+def fetched(version: str, cache: Path) -> Path:
+    """Return the folder of a release's Python files, fetched and unpacked if needed."""
+    target = cache / version
+    if not target.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as place:
+            pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "-d", place]
+            platform = ["--only-binary", ":all:", "--platform", "manylinux_2_28_x86_64", "--python-version", "3.12"]
+            subprocess.run([*pip, *platform, f"vllm=={version}"], check=True)  # pip itself
+            (wheel,) = Path(place).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                files = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
+                archive.extractall(Path(place, "unpacked"), files)
+            Path(place, "unpacked").rename(target)
+    return target
+
+
+def arguments() -> None:
+    """Check that vLLM has all arguments that it is given."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from serve_app.engine.vllm.event_endpoints import EventEndpoints
+    from serve_app.engine.vllm.settings import VllmSettings, engine_arguments
+
+    settings = VllmSettings("m", num_blocks=9, block_bytes=1, transfer=True, lora=True)
+    given = engine_arguments(settings, EventEndpoints(Path("/run")), on_cpu=True)
+    inspect.signature(AsyncEngineArgs).bind(**given)
+    importlib.import_module("serve_app.engine.vllm.executor")
+
+
+def requests() -> None:
+    """Check that requests and their sampling have the form that vLLM takes."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from serve_app.engine.protocol import SamplingParams as Ours
+    from serve_app.engine.vllm.sampling.rows import TokenChoice, vllm_sampling
+
+    sampling = Ours(1, temperature=0.0)
+    prompt = tokens_input([1], cache_salt="salt")
+    params = SamplingParams(**vllm_sampling(sampling, TokenChoice(sampling, 0, "", ""), {"warmpath.tenant": "a"}))
+    lora = LoRARequest(lora_name="a", lora_int_id=1, lora_path="/a")
+    inspect.signature(AsyncLLM.generate).bind(None, prompt, params, "r", lora_request=lora, priority=0)
+    inspect.signature(AsyncLLM.from_vllm_config).bind(None, stat_loggers=[], disable_log_stats=True)
+
+
+def parsers() -> None:
+    """Check that answers can be read with vLLM's parsers."""
+    from serve_app.engine.vllm.parsers import differences
+
+    if wrong := differences():
+        raise TypeError(wrong)
+
+
+STARTS: dict[str, Callable[[], None]] = {"arguments": arguments, "requests": requests, "parsers": parsers}
+"""Without these nothing is served, or nothing by vLLM's parsers."""
+
+
+def told() -> dict[str, str]:
+    """Return each check of the imported vLLM with what fails, "" if nothing."""
+    from serve_app.engine.vllm.scheduling import hooks
+
+    checks: list[tuple[str, Callable[[], None]]] = [("isolation", hooks.isolation), *hooks.CHECKS.items()]
+    return {name: hooks.failure(check) for name, check in (*checks, *STARTS.items())}
+
+
+def told_of(*sources: Path) -> dict[str, str]:
+    """Return ``told`` of the vLLM in ``sources``, by default the installed one, from a process of its own."""
+    path = os.pathsep.join(map(str, (*sources, ROOT)))
+    environment = {**os.environ, "PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
+    program = "import json; from tests.vllm.source import told; print(json.dumps(told()))"
+    done = subprocess.run(  # our own program
+        [sys.executable, "-c", program], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(version: str) -> int:
+    """Print a line for each check of a release; return 1 if one fails that holds for the installed one."""
+    installed, found = told_of(), told_of(fetched(version, default_cache_dir().with_name("vllm")))
+    for name, why in found.items():
+        print(f"{name:15} {why or 'ok'}" + f" (as in the installed vLLM: {installed[name]})" * bool(installed[name]))
+    worse = [name for name, why in found.items() if why and not installed[name]]
+    print(f"vLLM {version}: " + (f"{', '.join(worse)} differ" if worse else "all that the installed one allows"))
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
