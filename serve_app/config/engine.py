@@ -130,7 +130,8 @@ class EngineTraits:
 
     ``can``: its optional capabilities. ``simulated``: no model runs.
     ``built_in``: it loads models with transformers. ``missing``: the reason why it cannot be used in this environment,
-    or "". ``defaults``, ``cpu_defaults`` (without GPUs): its own defaults of settings.
+    or "". ``defaults``, ``cpu_defaults`` (without GPUs): its own defaults of settings. ``tried``: the module that tries
+    what the installed version of its library allows, "" for none.
     """
 
     maker: str
@@ -140,6 +141,7 @@ class EngineTraits:
     missing: Callable[[], str] = str
     defaults: dict[str, Any] = field(default_factory=dict)
     cpu_defaults: dict[str, Any] = field(default_factory=dict)
+    tried: str = ""
 
     def lacks(self) -> list[CapabilitySettings]:
         """Return the settings of each capability that it does not have."""
@@ -162,6 +164,7 @@ ENGINES: dict[EngineName, EngineTraits] = {
         missing=lambda: VLLM_MISSING if vllm_missing() else "",
         defaults={"kv_pull": False, "prewarm": False, "handover": False, "pin_budget": 0.0},
         cpu_defaults={"block_size": VLLM_CPU_BLOCK_SIZE},
+        tried="serve_app.engine.vllm.scheduling.hooks",
     ),
     "simulated": EngineTraits("serve_app.replica.engine_factory:SIMULATED", _BUILT_IN, simulated=True),
 }

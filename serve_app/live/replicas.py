@@ -33,6 +33,7 @@ def replica_rows(
 def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str, Any]) -> ReplicaRow:
     blocks: dict[str, int] = {}
     place: dict[str, str] = {}
+    without = lacking(samples)
     for name, labels, value in samples:
         pool_state = dict(labels).get("state")
         if name == "warmpath_kv_cache_blocks" and pool_state in _BLOCKS:
@@ -51,6 +52,7 @@ def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str
         "simulated": about["simulated"],
         **place,
         **blocks,
+        **({"without": without} if without else {}),
         "running": state["running_sequences"],
         "waiting": state["waiting_sequences"],
         "queued_tokens": state["queued_prefill_tokens"],
@@ -59,6 +61,15 @@ def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str
         "tier_blocks": {tier: count for tier, count in state["blocks"].items() if tier not in (POOL_TIER, ENDS_TIER)},
         "report_age_s": age_s,
     }
+
+
+def lacking(samples: Sequence[Sample]) -> list[str]:
+    """Return the capabilities that a replica goes without, because its engine's library does not allow them."""
+    return [
+        dict(labels)["capability"]
+        for name, labels, value in samples
+        if name == "warmpath_engine_capability" and not value
+    ]
 
 
 def changed(before: ReplicaRow | None, after: ReplicaRow) -> bool:

@@ -15,6 +15,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 from vllm.v1.sample.sampler import Sampler
 
+from serve_app.cli.checks import machine, settings
+from serve_app.cli.checks.finding import Look
+from serve_app.config.app import AppConfig
 from serve_app.engine.vllm.scheduling import hooks, probe
 from serve_app.engine.vllm.settings import CHECKED, IN_CORE
 from tests.vllm import source
@@ -123,9 +126,17 @@ def test_what_differs_switches_off_its_own_capability(
     assert all(f"{name}: " in record.getMessage() for name in off)
     serve(IN_CORE - off.keys())
     for name in off:
-        with pytest.raises(RuntimeError, match=rf"required_capabilities: vLLM \S+ has no {name}: "):
+        with pytest.raises(ValueError, match=rf"required_capabilities: vLLM \S+ has no {name}: "):
             hooks.start([name])
     hooks.start(sorted(CHECKED - off.keys()))
+
+
+def test_doctor_and_check_try_the_installed_vllm() -> None:
+    (row,) = machine.engines(Look())
+    assert (row.subject, row.state) == ("vllm", "ok")
+    assert row.found.endswith(f"allows {', '.join(sorted(CHECKED))}")
+    config = AppConfig(engine="vllm", model="demo", required_capabilities=sorted(CHECKED))
+    assert not [finding for finding in settings.fit(Look("here", config)) if finding.state == "problem"]
 
 
 def test_another_release_may_allow_no_less_than_the_installed_one(
@@ -169,7 +180,7 @@ def test_a_vllm_that_mixes_tenants_does_not_start(monkeypatch: Patch) -> None:
         return extra_keys(request, *arguments)
 
     monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", without_salt)
-    with pytest.raises(RuntimeError, match="does not keep tenants' caches apart"):
+    with pytest.raises(ValueError, match="does not keep tenants' caches apart"):
         hooks.start([])
 
 

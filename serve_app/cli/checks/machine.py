@@ -25,7 +25,7 @@ from serve_app.cli.processes import port_holder
 from serve_app.cli.shadow import CODE, PACKAGES, shadow
 from serve_app.cli.supervisor import path_flags
 from serve_app.config.app import AppConfig
-from serve_app.config.engine import vllm_missing
+from serve_app.config.engine import ENGINES, vllm_missing
 
 GIB = 1 << 30
 _TORCH = """
@@ -33,10 +33,12 @@ import json, torch
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus}))
 """
+_TRIED = "import json, sys; from importlib import import_module; print(json.dumps(import_module(sys.argv[1]).found()))"
 _TORCH_WITHIN_S = 180
 _REINSTALL = "pip install --force-reinstall torch"
 _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written
+_OTHER_VERSION = "install another version, in the range of pyproject.toml"
 _OTHER = "or choose another with --port"
 
 
@@ -150,6 +152,31 @@ def torch(_: Look) -> Iterator[Finding]:
         yield Finding("torch", f"{found}, though there is a GPU", advice, "warning")
     else:
         yield Finding("torch", found)
+
+
+def engines(_: Look) -> Iterator[Finding]:
+    """Find what the installed version of an engine's library allows, by trying it in a separate process."""
+    for name, traits in ENGINES.items():
+        if not traits.tried or traits.missing():
+            continue
+        command = [sys.executable, *path_flags(), "-c", _TRIED, traits.tried]
+        try:
+            with console.status(f"trying what {name} allows"):
+                done = subprocess.run(  # noqa: S603  # our own program
+                    command, capture_output=True, text=True, timeout=_TORCH_WITHIN_S, check=False
+                )
+            told = json.loads(done.stdout.splitlines()[-1])
+        except (subprocess.TimeoutExpired, ValueError, IndexError):
+            yield problem(name, "cannot be tried", f'{sys.executable} -c "import {traits.tried}" tells why')
+            continue
+        if told["wrong"]:
+            yield problem(
+                name, f"{told['version']} does not keep tenants' caches apart: {told['wrong']}", _OTHER_VERSION
+            )
+        for sentence in told["off"]:
+            yield Finding(name, f"{told['version']} goes without {sentence}", _OTHER_VERSION, "warning")
+        if not told["wrong"] and not told["off"]:
+            yield Finding(name, f"{told['version']} allows {', '.join(told['on'])}")
 
 
 def installation(_: Look) -> Iterator[Finding]:

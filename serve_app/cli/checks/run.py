@@ -14,6 +14,7 @@ CHECKS: tuple[tuple[CheckNeed, Callable[[Look], Iterator[Finding]]], ...] = (
     ("port", machine.address),
     ("machine", machine.room),
     ("machine", machine.torch),
+    ("machine", machine.engines),
     ("settings", settings.prompts),
     ("settings", settings.engine),
     ("model", settings.fit),  # it needs the GPUs of a replica, too, which are known by then

@@ -91,6 +91,9 @@ def fit(look: Look) -> Iterator[Finding]:
         yield from _tried("engine_args", "serve_app.engine.vllm.engine_args", "parsed_engine_args", arguments)
     if settings.speculative_config and place != "elsewhere" and not settings.engine_traits.missing():
         yield from _tried("speculative_config", "serve_app.engine.vllm.engine_args", "check_drafts", settings.drafting)
+    required, tried = settings.required_capabilities, settings.engine_traits.tried
+    if required and tried and place != "elsewhere" and not settings.engine_traits.missing():
+        yield from _tried("required_capabilities", tried, "start", required)
     for setting in PARSERS:
         yield from _refusal(setting, partial(check_parser, setting, getattr(settings, setting)))
     adapters = {name: path for name, path in settings.lora_adapters.items() if _looks_into(path, place)}

@@ -18,9 +18,11 @@ from serve_app.api.json_body import JsonBody, Text64
 from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.openai.responses.request import parse_response_request
 from serve_app.api.request import GenerateRequest
+from serve_app.config.engine import CAPABILITIES
 from serve_app.errors import InvalidRequest, Overloaded
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.generation.prepare import Preparer
+from serve_app.live.replicas import lacking
 from serve_app.live.tally import Total
 from serve_app.replica.session_gate import MOST_TOLD
 from serve_app.tenants import Tenant, Tenants
@@ -121,6 +123,12 @@ async def explanation(
         "router_id": core.router_id,
         "policy": core.settings.policy,
         **front_door.outlook(tenant.name),
+        "notes": [
+            f"{replica_id} goes without {name}: {CAPABILITIES[name].without}."
+            for replica_id, report in core.stats().items()
+            for name in lacking(report.samples)
+            if name in CAPABILITIES
+        ],
         "prompts": [
             {"prefix": generation.placement_key.hex(), **core.explain(generation, policies)}
             for generation in generations[:: wanted.n]

@@ -60,7 +60,8 @@ async def events(request: Request, services: Front) -> Response:
     - **REPLICA**: `replica` (its id), `number` (in order of joining), `state`, `engine`, `simulated`; *op*: `node`,
       `gpu`, `blocks_total` = `blocks_used` (by running sequences) + `blocks_reusable` (cached) + `blocks_free`;
       `blocks_pinned`, `running`, `waiting`, `queued_tokens`, `full`, `prefill_tokens_per_s`, `tier_blocks`,
-      `report_age_s` (null: no report yet; sent again when it exceeds 3 s). `state`: `joining` (no report yet),
+      `report_age_s` (null: no report yet; sent again when it exceeds 3 s), `without` (names of
+      `required_capabilities` that its version of vLLM does not allow). `state`: `joining` (no report yet),
       `serving`, `leaving` (it gets no new request), `lost` (it was leaving and is silent). Fields without a reported
       value are absent.
     - **NODE**: `id`, `parent` (null: at the root), `kind` (public, system, conversation), `tenant` (null: public),

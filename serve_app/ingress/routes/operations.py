@@ -149,7 +149,8 @@ async def sessions(request: Request, services: Front) -> Response:
 async def explain(request: Request, services: Front) -> Response:
     """The replica that a request would go to now, and why; nothing is sent, reserved or counted.
 
-    `refusal` and `wait`: the reason for which the ingress would refuse it or let it wait, or null.
+    `refusal` and `wait`: the reason for which the ingress would refuse it or let it wait, or null. `notes`: a line for
+    each capability that a replica goes without, because its version of vLLM differs there.
     """
     body = await services.body(request)
     door = services.access.front_door

@@ -168,6 +168,14 @@ def test_settings_of_a_capability_that_an_engine_lacks_are_off_and_refused(
             make_engine(wanted, load_checkpoint_info(demo_model_path), lambda _: None)
 
 
+def test_a_required_capability_is_one_that_the_engine_has() -> None:
+    """An unknown name is refused with the known ones."""
+    with pytest.raises(ValueError, match="required_capabilities"):
+        AppConfig.model_validate({"required_capabilities": ["turn"]})
+    config = AppConfig.model_validate({"engine": "torch", "required_capabilities": ["turns", "ranks"]})
+    assert config.lacking() == ["required_capabilities: engine=torch has no ranks; leave it out"]
+
+
 def test_what_an_engine_does_not_override_refuses() -> None:
     plain = Engine.__dict__
     transfer, adapters = plain["transfer"].fget(None), plain["adapters"].fget(None)

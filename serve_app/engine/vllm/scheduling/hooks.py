@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Collection
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import vllm
 
@@ -107,16 +108,27 @@ def switched_off() -> dict[Capability, str]:
 
 
 def start(required: Collection[Capability]) -> dict[Capability, str]:
-    """Return ``switched_off``, and log it once. Raises RuntimeError without isolation or a ``required`` capability."""
+    """Return ``switched_off``, and log it once. Raises ValueError without isolation or a ``required`` capability."""
     off = switched_off()
-    sentences = [f"{name}: {CAPABILITIES[name].without} ({why})" for name, why in off.items()]
     if said := failure(isolation):
-        raise RuntimeError(f"vLLM {vllm.__version__} does not keep tenants' caches apart: {said}")
-    if missing := [one for one, name in zip(sentences, off, strict=True) if name in required]:
-        raise RuntimeError(f"required_capabilities: vLLM {vllm.__version__} has no {'; no '.join(missing)}")
+        raise ValueError(f"vLLM {vllm.__version__} does not keep tenants' caches apart: {said}")
+    if missing := [_sentence(name, off[name]) for name in off if name in required]:
+        raise ValueError(f"required_capabilities: vLLM {vllm.__version__} has no {'; no '.join(missing)}")
     if off:
-        _log.warning("with vLLM %s these capabilities are off: %s", vllm.__version__, "; ".join(sentences))
+        told = "; ".join(_sentence(name, why) for name, why in off.items())
+        _log.warning("with vLLM %s these capabilities are off: %s", vllm.__version__, told)
     return off
+
+
+def found() -> dict[str, Any]:
+    """Return what `warmpath doctor` says of this vLLM: its ``version``, what is ``off``, and what is ``wrong``."""
+    off = switched_off()
+    told = [_sentence(name, why) for name, why in off.items()]
+    return {"version": vllm.__version__, "off": told, "wrong": failure(isolation), "on": sorted(CHECKS.keys() - off)}
+
+
+def _sentence(name: Capability, why: str) -> str:
+    return f"{name}: {CAPABILITIES[name].without} ({why})"
 
 
 def failure(check: Callable[[], None]) -> str:

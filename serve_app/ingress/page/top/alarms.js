@@ -32,7 +32,7 @@ export class Alarms {
   ofModel(connection) {
     if (connection && connection.name !== "live") return [];
     const { cache } = this;
-    return [...this.dead(), ...refused(cache), ...this.quiet(), ...missing(cache), ...errors(cache)];
+    return [...this.dead(), ...refused(cache), ...this.quiet(), ...this.without(), ...missing(cache), ...errors(cache)];
   }
 
   dead() {
@@ -62,6 +62,15 @@ export class Alarms {
     const since = this.timeOf(Math.min(...silent.map((one) => one.reported_at_s)));
     const text = `${this.named(silent)} ${silent.length > 1 ? "have" : "has"} not reported since ${since}, and may be busy or gone.`;
     return [{ id: `quiet ${silent.map((one) => one.replica)}`, level: "warn", text }];
+  }
+
+  /** Capabilities that the replicas' version of vLLM does not allow. */
+  without() {
+    const less = [...this.cache.replicas.values()].filter(({ without }) => Array.isArray(without) && without.length);
+    if (!less.length) return [];
+    const names = [...new Set(less.flatMap(({ without }) => without))].sort().join(", ");
+    const text = `${this.named(less)} ${less.length > 1 ? "go" : "goes"} without ${names}: vLLM differs there; the log says how.`;
+    return [{ id: `without ${names}`, level: "warn", text }];
   }
 
   named(replicas) {

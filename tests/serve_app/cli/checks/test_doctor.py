@@ -24,6 +24,7 @@ from serve_app.cli.commands import check
 from serve_app.cli.local_ray import held_port
 from serve_app.cli.main import app
 from serve_app.cli.processes import Holder
+from serve_app.config.engine import EngineTraits
 
 HERE = Look()
 
@@ -63,6 +64,26 @@ def test_this_environment_is_as_pyproject_wants_it() -> None:
     assert findings.keys() == {"warmpath", "python", "packages", "vllm"}
     assert all(finding.state == "ok" for finding in findings.values())
     assert "ray 2.60" in findings["packages"].found
+
+
+def test_what_the_installed_engine_does_not_allow_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A capability that is off is a warning; an engine that mixes tenants' caches, or cannot be tried, a problem."""
+    monkeypatch.setattr(machine, "ENGINES", {"lib": EngineTraits("", frozenset(), tried="tried_lib")})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    whole = {"version": "1.2", "off": [], "wrong": "", "on": ["shares", "turns"]}
+    for told, rows in (
+        (whole, [("ok", "1.2 allows shares, turns")]),
+        (
+            {**whole, "off": ["turns: in order (no queue)"]},
+            [("warning", "1.2 goes without turns: in order (no queue)")],
+        ),
+        ({**whole, "wrong": "no salt"}, [("problem", "1.2 does not keep tenants' caches apart: no salt")]),
+        (None, [("problem", "cannot be tried")]),
+    ):
+        (tmp_path / "tried_lib.py").write_text(f"print('a log line')\ndef found(): return {told or 'unknown'}")
+        found = list(machine.engines(HERE))
+        assert [(finding.state, finding.found) for finding in found] == rows
+        assert {finding.subject for finding in found} == {"lib"}
 
 
 @pytest.mark.parametrize(("needed", "words"), [("numpy<1", "is not in <1"), ("no-such-package>=2", "not installed")])

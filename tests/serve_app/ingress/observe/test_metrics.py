@@ -36,6 +36,7 @@ from serve_app.ingress.observe.families import FAMILIES, LABELS, SECTIONS, metri
 from serve_app.ingress.observe.metrics import IngressMetrics, render, router_samples, with_label, without_tenants
 from serve_app.ingress.observe.reports import SessionList, cache_state, explanation
 from serve_app.ingress.routes.application import make_application
+from serve_app.live.replicas import replica_rows
 from serve_app.replica.lifecycle.handover import MoveMeters, Receipt
 from serve_app.replica.pull import PullMeters
 from serve_app.replica.session_gate import SessionGate, session_report
@@ -286,6 +287,19 @@ def test_a_request_is_explained_as_it_would_be_routed(alone: Desk) -> None:
     assert [each["prompt_tokens"] > 0 for each in completion["prompts"]] == [True, True]
     response = alone.ask({"model": "demo", "input": CHAT["messages"]})
     assert response["prompts"][0]["prefix"] == prompt["prefix"]
+
+
+def test_what_a_replica_goes_without_is_said(alone: Desk) -> None:
+    """In explanations, and in operators' rows of replicas, by the replica's gauge."""
+    assert alone.ask(CHAT)["notes"] == []
+    labels = (("engine", "vllm"),)
+    alone.core.apply("b", [StatsReport(tuple(capability_samples({"turns", "shares"}, labels)))])
+    first, second = alone.ask(CHAT)["notes"]
+    assert first.startswith("b goes without shares: ") and second.startswith("b goes without turns: ")
+    about = {"engine": "vllm", "simulated": False}
+    reports = {name: report.samples for name, report in alone.core.stats().items()}
+    rows = replica_rows(alone.core.state()["replicas"], reports, about)
+    assert (rows["a"].get("without"), rows["b"]["without"]) == (None, ["shares", "turns"])
 
 
 def test_the_tenant_named_is_the_one_explained(demo_model_path: Path) -> None:

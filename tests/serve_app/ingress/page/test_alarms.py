@@ -78,16 +78,18 @@ def test_an_operator_sees_each_problem(page: Any, stage: Stage) -> None:
     now_s = begin(page, stage, configuration=[refused, moved], ingresses=2, ingresses_heard=1)
     alarm(page, "rps: there is no such setting").wait_for()
     alarm(page, "1 of 2 ingresses answers").wait_for()
-    stage.send(replica("r2", now_s, report_age_s=3.4))
+    stage.send(replica("r2", now_s, report_age_s=3.4), replica("r1", now_s, without=["turns", "shares"]))
     alarm(page, "Replica 2 has not reported since").wait_for()
+    alarm(page, "Replica 1 goes without shares, turns: vLLM differs there").wait_for()
     row = figure(now_s, refused=12, failed=1, refused_by={"ingress: tokens_per_minute": 12})
     stage.send({"type": "totals", "at_s": now_s, "totals": [], "figures": [row], "minute": row})
     alarm(page, "12 requests were refused (429) in the last minute: 12 by ingress: tokens_per_minute.").wait_for()
     alarm(page, "1 request failed (5xx) in the last minute").wait_for()
-    assert page.locator("#alarms li").count() == 5
+    assert page.locator("#alarms li").count() == 6
     stage.send(
         {"type": "configuration", "at_s": now_s, "configuration": []},
         {"type": "ingresses_heard", "at_s": now_s, "ingresses_heard": 2},
+        replica("r1", now_s),
         replica("r2", now_s),
         {"type": "totals", "at_s": now_s, "totals": [], "figures": [figure(now_s)], "minute": figure(now_s)},
     )
