@@ -72,8 +72,10 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_tokens_are_those_without_drafts_alone_in_a_batch_and_from_the_middle(both: Both) -> None:
+@pytest.mark.parametrize("drafter", ["both", "eagle"], indirect=True)
+def test_tokens_are_those_without_drafts_alone_in_a_batch_and_from_the_middle(drafter: Both) -> None:
     """Greedy, seeded, under rules: the built-in engine has no drafts, vLLM accepts some in each batch."""
+    both = drafter
     ids = repetitive(both, 90)
     asked = [request(name, ids, 60, **sampling) for name, sampling in SAMPLED.items()]
     wanted = run_all(both.torch, asked).tokens
@@ -170,8 +172,10 @@ def test_the_directory_predicts_the_delivered_tokens(drafter: Both) -> None:
     assert wrong == []
 
 
-def test_a_prompts_last_token_alone_goes_with_a_turn_of_its_tenant(both: Both) -> None:
+@pytest.mark.parametrize("drafter", ["both", "eagle", "twin"], indirect=True)
+def test_a_prompts_last_token_alone_goes_with_a_turn_of_its_tenant(drafter: Both) -> None:
     """vLLM pads it with space for drafts, and stops for good if a turn cuts that."""
+    both = drafter
     ids = both.prompt(2 * BLOCK + 1, seed=77)
     _, tokens = compute(both, ids)
     again = run_all(both.vllm, [request(name, ids, 8, tenant=name) for name in ("a", "b")])

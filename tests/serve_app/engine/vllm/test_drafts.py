@@ -14,6 +14,9 @@ from serve_app.config.app import AppConfig
 from serve_app.config.engine import SPEC_ARGS
 from serve_app.config.files import load_settings
 from serve_app.engine.vllm.drafts import draft_layers, refused_drafter, with_whole_hits
+from serve_app.fairness.queue import FairWorkers
+from serve_app.fairness.shares import Shares
+from serve_app.ingress.assembly import _load_tokenizer
 from serve_app.replica.engine_factory import drafter_fields, refused_settings, served_fields
 
 EAGLE = {"method": "eagle", "model": "org/head", "num_speculative_tokens": 2}
@@ -155,6 +158,17 @@ def test_hits_keep_their_last_block_and_drafts_their_own_request() -> None:
     assert with_whole_hits({"method": "ngram"}) == {"method": "ngram"}
     assert with_whole_hits({"method": "suffix"})["suffix_decoding_max_cached_requests"] == 0
     assert with_whole_hits({}) == {}
+
+
+def test_public_blocks_end_before_a_token_that_changes_a_drafters_kv(demo_model_path: Path) -> None:
+    """Else a tenant's first own token would be in KV that others read."""
+    config = config_of(public_prompts=[{"name": "p", "version": "1", "text": "word " * 64}])  # 65 tokens
+    for drafting, blocks in ((None, 2), (EAGLE | {"num_speculative_tokens": 1}, 2), (EAGLE, 1)):
+        own = config.model_copy(update={"speculative_config": drafting})
+        tokenizer, _ = _load_tokenizer(demo_model_path, own, FairWorkers(Shares({})))
+        ids = tokenizer.encode("word " * 64, b"r" * 16).token_ids
+        assert len(ids) == 65
+        assert tokenizer.encode_ids([*ids.tolist(), 7, 7], b"r" * 16, b"p" * 16).public_blocks == blocks
 
 
 def test_a_drafters_layers_count_in_a_block() -> None:
