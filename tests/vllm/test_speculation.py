@@ -4,15 +4,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
+from safetensors.numpy import save_file
+from transformers import Glm4MoeConfig
 
 from benchmarks.common.random_drafter import make_eagle_head
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import RequestTooLong, Save, TokenRules
+from serve_app.engine.vllm.engine import VllmEngine
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE
+from serve_app.replica.engine_factory import make_engine
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.structured.grammar import Grammar
 from serve_app.structured.matcher import Matchers
+from tests.router.vllm_events.pool_model import Routers
 from tests.serve_app.engine.adapters import described, save_adapter
 from tests.serve_app.engine.tiny import request, run_all
 from tests.vllm.engines import BLOCK, Both, both_engines, compute, eventually, outputs_of, prefix_of, reset, tokens_of
@@ -264,6 +273,46 @@ def test_an_adapter_beside_a_drafter_gives_the_same_tokens(eagle: Both, demo_mod
     assert run_all(eagle.vllm, asked).tokens == wanted
     again = run_all(eagle.vllm, asked)
     assert (again.tokens, set(again.cached.values())) == (wanted, {3 * BLOCK})
+
+
+def test_a_model_whose_own_layer_drafts_finds_as_much(tmp_path: Path) -> None:
+    """MTP: its layer's KV is in the model's blocks, sized, predicted and found with them. vLLM makes the weights."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 96, "moe_intermediate_size": 64, "head_dim": 32}
+    sizes |= {"vocab_size": 4096, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    }
+    model = Glm4MoeConfig(**sizes, **experts, max_position_embeddings=2048, initializer_range=0.3, eos_token_id=2)
+    model.architectures = ["Glm4MoeForCausalLM"]
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    save_file({"none": np.zeros(1)}, tmp_path / "model.safetensors")
+    config = AppConfig(
+        engine="vllm", block_size=BLOCK, num_blocks=96, dtype="float32", device="cpu", enforce_eager=True, pin_budget=9,
+        max_num_seqs=8, speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+        engine_args={"load_format": "dummy"},
+    )  # fmt: skip
+    engine = make_engine(config, load_checkpoint_info(tmp_path), lambda events: None)
+    assert isinstance(engine, VllmEngine)
+    both = Both(engine, None, Routers(), load_checkpoint_info(tmp_path))  # type: ignore[arg-type]
+    engine.start()
+    try:
+        found = {}
+        for length in LENGTHS:
+            ids = both.prompt(length, seed=length)
+            _, tokens = compute(both, ids)
+            again = run_all(both.vllm, [request("again", ids)])
+            assert again.tokens["again"] == tokens
+            found[length] = again.cached["again"]
+        (layout,) = engine._endpoints.directory.glob(f"{LAYOUT_FILE}.*")
+        assert msgspec.json.decode(layout.read_bytes())["shape"] == [engine.kv_block_bytes]
+        assert drafts(both)[0] > 0
+    finally:
+        engine.stop()
+    assert found == {length: (length - 1) // BLOCK * BLOCK for length in LENGTHS}
 
 
 def test_a_wrong_field_is_one_sentence(demo_model_path: Path) -> None:
