@@ -3,9 +3,12 @@
 import itertools
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
@@ -15,14 +18,18 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 from vllm.v1.sample.sampler import Sampler
 
+from router.protocol.block_hash import PrefixScope
 from serve_app.cli.checks import machine, settings
 from serve_app.cli.checks.finding import Look
 from serve_app.config.app import AppConfig
 from serve_app.engine.vllm.scheduling import hooks, probe
 from serve_app.engine.vllm.settings import CHECKED, IN_CORE
+from tests.serve_app.engine.tiny import request, run_all
 from tests.vllm import source
+from tests.vllm.engines import BLOCK, both_engines
 
 Patch = pytest.MonkeyPatch
+GAUGE = "warmpath_engine_capability"
 
 
 def kept(name: str) -> property:
@@ -39,8 +46,8 @@ def another_victim(patch: Patch) -> None:
     schedule = Scheduler.schedule
 
     def by_arrival(self: Any, *arguments: Any) -> Any:
-        for request in self.running:
-            request.priority = 0
+        for one in self.running:
+            one.priority = 0
         return schedule(self, *arguments)
 
     patch.setattr(Scheduler, "schedule", by_arrival)
@@ -191,11 +198,38 @@ def serve(on: frozenset[str]) -> None:
     asked += [served.ask("calm", probe.prompt(number % 2, 9), store_kv=False) for number in range(3)]
     for _ in range(3000):
         served.step()
-        for request in [one for one in asked if one.num_tokens > 12 * probe.SIZE]:
-            served.end(request)
-            asked.remove(request)
+        for one in [each for each in asked if each.num_tokens > 12 * probe.SIZE]:
+            served.end(one)
+            asked.remove(one)
         if not asked:
             break
     assert not asked
     assert served.scheduler.reset_prefix_cache()
     assert served.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == probe.BLOCKS - 1
+
+
+def test_an_engine_that_goes_without_everything_answers_and_keeps_tenants_apart(
+    demo_model_path: Path, monkeypatch: Patch
+) -> None:
+    """Public prompts are each tenant's own then, and what may not be stored is read by nobody."""
+    monkeypatch.setattr(hooks, "switched_off", lambda: dict.fromkeys(CHECKED - {"exact_resume"}, "it is another"))
+    with both_engines(demo_model_path) as both:
+        public, own = both.prompt(4 * BLOCK, seed=1), both.prompt(4 * BLOCK + 1, seed=2)
+
+        def cached(tenant: str, *, store_kv: bool = True) -> int:
+            scope = PrefixScope("tiny", salt=tenant.encode(), public_blocks=4)
+            item = request("r", np.concatenate([public, own]), 6, scope=scope, tenant=tenant)
+            answered = run_all(both.vllm, [structs.replace(item, store_kv=store_kv)])
+            assert answered.tokens == run_all(both.torch, [item]).tokens
+            return answered.cached["r"] // BLOCK
+
+        assert [cached("c", store_kv=False) for _ in range(2)] == [0, 0]
+        assert [cached(tenant) for tenant in "abab"] == [0, 0, 8, 8]
+        assert cached("a", store_kv=False) == 0
+        both.vllm.set_tenant_shares({"a": 2.0})
+        assert both.vllm.reset_prefix_cache()
+        assert cached("a") == 0
+        allowed = {
+            dict(labels)["capability"]: value for name, labels, value in both.vllm.stats().samples if name == GAUGE
+        }
+        assert allowed == {name: float(name == "exact_resume") for name in CHECKED}

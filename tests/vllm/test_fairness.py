@@ -17,8 +17,10 @@ from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.engine.vllm.engine import VllmEngine
+from serve_app.engine.vllm.scheduling.probe import SIZE, Probe, prompt
 from serve_app.engine.vllm.scheduling.tenant import order_of, tenant_args, tenant_of
 from serve_app.engine.vllm.scheduling.waiting_line import FairRequestQueue
+from serve_app.fairness.shares import ACTIVE_S
 from serve_app.replica.engine_factory import make_engine
 from tests.router.vllm_events.pool_model import Routers
 from tests.serve_app.engine.tiny import Collector, request, run_all
@@ -145,6 +147,20 @@ def test_a_tenant_over_its_share_is_preempted(tenants: Tenants) -> None:
     collector.wait(["calm 4", *flood], 240)
     assert tenants.preemptions().keys() == {"flood"}
     assert set(collector.finish.values()) == {"length"}
+
+
+def test_a_tenant_whose_answers_take_long_still_competes() -> None:
+    """It is preempted for a tenant that arrives when its own last request is long ago."""
+    probe, now_s = Probe("turns"), 0.0
+    probe.scheduler._turns.shares._clock = lambda: now_s
+    large = probe.ask("flood", prompt(0, 20))
+    while large.num_tokens <= 20 * SIZE + 1:
+        probe.step()
+    now_s = ACTIVE_S + 1.0
+    small = probe.ask("calm", prompt(1, 5))
+    while not large.num_preemptions + small.num_preemptions:
+        probe.step()
+    assert (large.num_preemptions, small.num_preemptions) == (1, 0)
 
 
 STEPS = st.lists(

@@ -66,8 +66,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         if turns is not None and weights is not None:
             turns.shares.set_weights(weights)
         if turns is not None and request.priority >= 0:  # a copy needs no turn
-            if tenant:
-                turns.shares.touch(tenant)
+            for one in {tenant, *map(tenant_of, self.running), *self.waiting.tenants()} - {""}:
+                turns.shares.touch(one)  # those with long answers compete, too
             self.waiting.make_way(request)
         if self._blocks is not None:
             self._blocks.begin(request)

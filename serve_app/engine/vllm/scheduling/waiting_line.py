@@ -26,6 +26,10 @@ class FairRequestQueue(PriorityRequestQueue):  # type: ignore[misc]
         if later:
             heapq.heapify(self._heap)
 
+    def tenants(self) -> set[str]:
+        """Return the tenants of the waiting requests."""
+        return set(map(tenant_of, self._heap))
+
     def in_order(self) -> list[Any]:
         """Return the waiting requests in order."""
         return sorted(self._heap, key=lambda request: (request.priority, request.arrival_time))
