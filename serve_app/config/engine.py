@@ -12,6 +12,7 @@ from serve_app.config.cache import TIER_SETTINGS
 from serve_app.config.quantities import Seconds
 
 EngineName = Literal["torch", "vllm", "simulated"]
+ExactResume = Literal["auto", "on", "off"]
 
 VLLM_CPU_BLOCK_SIZE = 32
 """The default of `block_size` for vLLM without a GPU, which computes in multiples of it there."""
@@ -197,6 +198,12 @@ class EngineSection(BaseModel):
     required_capabilities: list[Capability] = Field(
         default_factory=list,
         description="capabilities without which a replica does not start; `warmpath doctor` lists the engine's",
+    )
+    exact_resume: ExactResume = Field(
+        "auto",
+        description="with engine vllm, whether a seeded answer that another replica goes on with has the very tokens "
+        "that it would have had: 'on' draws each token by seed and position, outside vLLM's sampler; 'auto' with "
+        "float32 alone, since 16 bits can change a token with the batch; 'off' never",
     )
     max_model_len: int | None = Field(None, ge=2, description="most tokens of prompt plus output; default: the model's")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences that run at once in a replica")

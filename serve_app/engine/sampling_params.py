@@ -40,7 +40,8 @@ class SamplingParams:
     ``logprobs``: number of likeliest tokens to report with each token, 0 for its own alone, None for no logprobs.
     ``prompt_logprobs``: the same for each token of the prompt after the first, whose KV is then computed anew.
     ``logprob_token_ids``: with ``logprobs``, the tokens to report instead of the likeliest, behind the token itself.
-    ``shown_stop_token_ids``: the stop tokens that stay in the answer when they end it.
+    ``shown_stop_token_ids``: the stop tokens that stay in the answer when they end it. ``seeded``: whether the request
+    chose its seed.
     """
 
     max_tokens: int
@@ -56,6 +57,7 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     shown_stop_token_ids: tuple[int, ...] = ()
+    seeded: bool = True
 
     @property
     def greedy(self) -> bool:

@@ -190,6 +190,7 @@ class Preparer:
                         sampling=replace(
                             sampling,
                             seed=seed + choice,
+                            seeded=request.seed is not None,
                             prompt_logprobs=request.told_prompt if choice < telling else None,
                         ),
                         saves=saves,

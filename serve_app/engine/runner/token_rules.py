@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from router.protocol.block_hash import TokenArray, common_tokens
+from serve_app.engine.protocol import TokenMatcher
 from serve_app.engine.runner.sampling import to_device
 from serve_app.engine.sampling_params import SamplingParams, TokenLogprob, TokenRules
 from serve_app.engine.step import History
@@ -29,16 +30,11 @@ def apply_rules(logits: torch.Tensor, ruled: Sequence[Ruled]) -> dict[int, str]:
         allowed = None
         if history.matcher is not None:
             try:
-                mask = history.matcher.allowed(history.answer)
+                mask = _grammar_mask(history.matcher, history)
             except ValueError as error:
                 failed[row] = str(error)
                 continue
-            if mask is not None and mask.any():
-                allowed = _allowed(mask, logits.shape[-1])
-            elif not history.guessed:
-                why = "the answer so far does not match it" if mask is None else "nothing can follow the answer so far"
-                failed[row] = why
-                continue
+            allowed = None if mask is None else _allowed(mask, logits.shape[-1])
         if params.rules is not None:
             kept = history.kept
             if kept.rules is None:
@@ -47,6 +43,31 @@ def apply_rules(logits: torch.Tensor, ruled: Sequence[Ruled]) -> dict[int, str]:
         if allowed is not None:
             logits[row].masked_fill_(torch.from_numpy(~allowed).to(logits.device), float("-inf"))
     return failed
+
+
+def answer_mask(history: History, params: SamplingParams, vocab_size: int) -> NDArray[np.uint8]:
+    """Return one bit per token id, lowest first: the tokens that grammar and rules leave. ``history`` has a matcher.
+
+    Of the rules only bans count. Raises ValueError, with the reason as a clause, if the grammar leaves none.
+    """
+    assert history.matcher is not None
+    mask = _grammar_mask(history.matcher, history)
+    assert mask is not None, "only a guess may fail to match"
+    if params.rules is None:
+        return mask
+    row = torch.zeros(1, vocab_size)
+    apply_rules(row, [(0, params, history)])
+    return np.packbits(torch.isfinite(row[0]).numpy(), bitorder="little")
+
+
+def _grammar_mask(matcher: TokenMatcher, history: History) -> NDArray[np.uint8] | None:
+    """Return the tokens that a grammar allows next, None after a wrong guess. Raises ValueError if it allows none."""
+    mask = matcher.allowed(history.answer)
+    if mask is not None and mask.any():
+        return mask
+    if history.guessed:
+        return None
+    raise ValueError("the answer so far does not match it" if mask is None else "nothing can follow the answer so far")
 
 
 def _allowed(mask: NDArray[np.uint8], vocab: int) -> NDArray[np.bool_]:

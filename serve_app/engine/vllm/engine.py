@@ -10,7 +10,6 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from secrets import token_bytes
 
 import numpy as np
@@ -40,7 +39,7 @@ from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
 from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
-from serve_app.engine.vllm.sampling.rows import NOT_NUMBERS, choice_of, vllm_sampling
+from serve_app.engine.vllm.sampling.params import vllm_sampling
 from serve_app.engine.vllm.saves import VllmSaves
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, tenant_args
 from serve_app.engine.vllm.settings import VllmSettings, capability_samples
@@ -127,7 +126,9 @@ class VllmEngine:
             max_blocks=self.facts.num_blocks - self._kept_blocks if self._kept_blocks else self.facts.max_model_len,
             block_size=size,
         )
-        choice = choice_of(request, f"{self._endpoints.directory}/failed-{id(request):x}-{time.monotonic_ns():x}")
+        told = tenant_args(request.tenant, request.order)
+        told |= scope_args(request.root, request.scope.public_blocks * size, store_kv=request.store_kv)
+        params = vllm_sampling(request, told, exact=self.facts.exact)
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         chain = request.block_hashes or extend_chain(request.root, request.scope.public_blocks, ids, size)
         known = self._pool.hit(chain, (len(ids) - 1) // size) * size if request.reads_kv else 0
@@ -146,7 +147,7 @@ class VllmEngine:
             if not self._load.live:
                 self._progress_s = now_s
             asked = structs.replace(request, token_ids=ids, block_hashes=chain)
-            live = LiveRequest(asked, sink, choice, now_s, len(ids) - known)
+            live = LiveRequest(asked, sink, params, now_s, len(ids) - known)
             self._load.arrived(live)
             self._frontend.loop.call_soon_threadsafe(self._begin, live)
 
@@ -233,14 +234,11 @@ class VllmEngine:
         request = live.request
         key = request.scope.lora
         lora = self.adapters.weights(key) if key else None
-        public_tokens = request.scope.public_blocks * self.settings.block_size
-        told = tenant_args(request.tenant, request.order)
-        told |= scope_args(request.root, public_tokens, store_kv=request.store_kv)
         parts = self._frontend.generate(
             request.request_id,
             request.token_ids.tolist(),
             salt_of(request.root),
-            vllm_sampling(request.sampling, live.choice, told),
+            live.params,
             lora,
         )
         left_s = live.arrival_s + request.timeout_s - time.monotonic()
@@ -278,9 +276,9 @@ class VllmEngine:
     def _take(self, live: LiveRequest, part: Generated) -> None:
         request, sampling = live.request, live.request.sampling
         self._progress_s = time.monotonic()
-        if (failure := Path(live.choice.failure_file)).exists():
-            why = failure.read_text()
-            self._end(live, "error", error="failed" if why == NOT_NUMBERS else "grammar", message=why)
+        if part.failure:
+            kind, _, why = part.failure.partition(": ")
+            self._end(live, "error", error="grammar" if kind == "grammar" else "failed", message=why)
             return
         for told in prompt_outputs(request.request_id, part.prompt_logprobs):
             self._outbox.add(live.sink, told)
@@ -329,7 +327,6 @@ class VllmEngine:
         with self._lock:
             self._load.ended(live, left=reason == "cancelled")
         self.adapters.unpin(request.scope.lora)
-        Path(live.choice.failure_file).unlink(missing_ok=True)
         self._meters.finished[reason] += 1
         last = output or EngineOutput(request.request_id)
         last.end(reason, error, message)

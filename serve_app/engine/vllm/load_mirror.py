@@ -6,22 +6,24 @@ own: only tenants' turns and priorities change that order. The engine's lock gua
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from router.protocol.events import LoadReport
 from router.protocol.samples import Labels, Sample
 from serve_app.engine.protocol import EngineRequest, OutputSink, Prefilled, QueueFull, SaveResult
 from serve_app.engine.reports import EngineMeters, RouterReservations, retry_after_s
 from serve_app.engine.scheduling.fair_queue import FairQueue
-from serve_app.engine.vllm.sampling.rows import TokenChoice
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.fairness.shares import Budget, Shares
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request between its submission and its end. ``save``: the result of its save.
+    """A request between its submission and its end. ``params``: fields of vLLM's ``SamplingParams``.
+
+    ``save``: the result of its save.
 
     ``uncached_tokens``: prompt tokens still to be computed; ``taken_tokens``: those credited to it by steps.
     ``woken``: set when the KV that it waits for may have arrived.
@@ -29,7 +31,7 @@ class LiveRequest:
 
     request: EngineRequest
     sink: OutputSink
-    choice: TokenChoice
+    params: Mapping[str, Any]
     arrival_s: float
     uncached_tokens: int
     taken_tokens: int = 0

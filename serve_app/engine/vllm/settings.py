@@ -9,7 +9,7 @@ from typing import Any
 
 from router.protocol.samples import Labels, Sample
 from serve_app.config.cache import CacheSection
-from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, Capability, EngineSection, LoraSection
+from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, Capability, EngineSection, ExactResume, LoraSection
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 
 CONFIG_ENDS = "warmpath_end_token_ids"
@@ -23,6 +23,9 @@ IN_CORE: frozenset[Capability] = frozenset({"turns", "shares", "public_prompts",
 
 CHECKED: frozenset[Capability] = IN_CORE | {"saves", "copies", "exact_resume"}
 """Those that the installed version of vLLM may not allow: see ``scheduling.hooks``."""
+
+CONFIG_EXACT = "warmpath_exact_resume"
+"""Key, there too, of whether each token is drawn by (seed, position)."""
 
 EXECUTOR = "serve_app.engine.vllm.executor.InCore"
 """vLLM's path to the executor for a CPU with one rank."""
@@ -52,7 +55,7 @@ class VllmSettings:
     ``lora``: whether adapters are allowed. ``num_threads``: of the CPU build, in all ranks. ``tenant_shares``: weights
     by tenant. ``speculative_config``: vLLM's, empty without drafts.
     ``required_capabilities``: those without which vLLM does not start.
-    ``engine_args``: more of vLLM's arguments, as given in the settings.
+    ``engine_args``: more of vLLM's arguments, as given in the settings. ``exact_resume``: as there.
     """
 
     model: str
@@ -83,6 +86,7 @@ class VllmSettings:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    exact_resume: ExactResume = "auto"
 
     def without(self, off: Collection[Capability]) -> "VllmSettings":
         """Return the settings for a vLLM in which some capabilities are off."""
@@ -123,9 +127,13 @@ def engine_arguments(
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
         "max_logprobs": 20,  # the limit of OpenAI's API
-        "worker_extension_cls": "serve_app.engine.vllm.sampling.processor.ChoosesByPosition",
-        "additional_config": {CONFIG_ENDS: list(settings.end_token_ids), CONFIG_OFF: sorted(off)},
-        "scheduler_cls": None if set(off) >= IN_CORE else SCHEDULER,
+        "worker_extension_cls": "serve_app.engine.vllm.sampling.processor.Samples",
+        "additional_config": {
+            CONFIG_ENDS: list(settings.end_token_ids),
+            CONFIG_OFF: sorted(off),
+            CONFIG_EXACT: False,
+        },
+        "scheduler_cls": SCHEDULER,
         "scheduling_policy": "priority",  # all requests have the same one, so arrival decides; copies go first
         "enable_logging_iteration_details": True,  # reports the prompt tokens computed by each step
         "disable_log_stats": True,
@@ -147,7 +155,6 @@ def engine_arguments(
     if settings.speculative_config:
         arguments |= {
             "speculative_config": dict(settings.speculative_config),
-            "async_scheduling": False,  # positions are known only once a step's accepted drafts are
         }
     if settings.transfer:
         arguments["kv_transfer_config"] = {
@@ -190,7 +197,7 @@ def lora_rank(wanted: int) -> int:
 def set_environment(environment: MutableMapping[str, str], num_threads: int) -> None:
     """Set the environment variables of vLLM and its processes; call it before vllm is imported."""
     environment["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"  # whole SHA-256s, not 64 bits of them
-    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 has another sampler
+    environment.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")  # else a broken model's answers look like answers
     environment["VLLM_NO_USAGE_STATS"] = "1"
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several replicas share a machine's cores
     environment["OMP_NUM_THREADS"] = str(num_threads)

@@ -1,9 +1,12 @@
-"""Make vLLM's model runner (V1) choose tokens with the built-in engine's code. vLLM's worker imports it by name."""
+"""vLLM's V1 runner: what it lacks for this project's requests, and ``exact_resume``. vLLM's worker imports it by name.
+
+Its V2 runner needs none of this: it takes a request with output, draws by (seed, position), and has all parameters.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,49 +15,114 @@ from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessor, LogitsProcessors
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    process_dict_updates,
+)
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from serve_app.engine.vllm.sampling.rows import SamplingRow, TokenChoice, choose_rows, late_checks
-from serve_app.engine.vllm.settings import CONFIG_ENDS
-from serve_app.structured.compiler import GrammarCompiler
-from serve_app.structured.matcher import Matchers
+from serve_app.engine.runner.sampling import choose_tokens
+from serve_app.engine.sampling_params import SamplingParams
+from serve_app.engine.vllm.sampling.params import Beyond, own_sampling
+
+_LIKELIEST = SamplingParams(1, temperature=0.0)
+_ODD = 0x9E3779B97F4A7C15
 
 
-class ChoosesByPosition:
+class Samples:
     """An extension of vLLM's worker. ``worker_extension_cls`` names this class."""
 
     model_runner: Any
     vllm_config: Any
 
-    def choose_by_position(self) -> None:
-        """Replace vLLM's sampler with this project's, once, before the first request.
-
-        A logits processor would not do: vLLM accepts none beside drafts, and applies none to drafts.
-        """
-        runner, batch = self.model_runner, self.model_runner.input_batch
-        followed = BatchRows(self.vllm_config)
-        batch.logitsprocs = LogitsProcessors([*batch.logitsprocs.all, followed])
-        batch.logitsprocs_need_output_token_ids = True
-        # Several ranks are processes apart from the scheduler, which could not settle what is checked late.
-        late = runner.device.type == "cuda" and self.vllm_config.parallel_config.world_size == 1
-        runner.sampler = PositionSampler(runner.sampler, followed.rows, late=late)
-        if self.vllm_config.speculative_config is not None:
-            runner.rejection_sampler = DraftVerifier(runner.sampler)
+    def begin_sampling(self, exact: bool) -> None:
+        """Complete the V1 runner, once, before the first request. ``exact``: draw each token by (seed, position)."""
+        runner = self.model_runner
         if runner.device.type == "cpu":
             spare_base_rows()
-        if isinstance(drafter := getattr(getattr(runner, "drafter", None), "model", None), torch.nn.Module):
-            without_adapters(drafter)
+        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        if isinstance(model := getattr(drafter, "model", None), torch.nn.Module):
+            without_adapters(model)
+        if self.vllm_config.use_v2_model_runner:
+            return
+        gpu_model_runner.CachedRequestState = ResumedRequest
+        batch, drafts = runner.input_batch, self.vllm_config.speculative_config is not None
+        processors = list(batch.logitsprocs.all)
+        if drafts:  # vLLM leaves these out beside drafts
+            beside = (LogitBiasLogitsProcessor, MinPLogitsProcessor)
+            processors += [kind(self.vllm_config, runner.device, runner.device.type == "cuda") for kind in beside]
+        rows: dict[int, BatchRow] | None = None
+        if exact:
+            processors.append(followed := BatchRows())
+            rows = followed.rows
+            batch.logitsprocs_need_output_token_ids = True
+        batch.logitsprocs = LogitsProcessors(processors)
+        runner.sampler = RowSampler(runner.sampler, rows)
+        if drafts:
+            runner.rejection_sampler = DraftSampler(runner.sampler, self.vllm_config.speculative_config, runner.device)
+
+
+class ResumedRequest(CachedRequestState):  # type: ignore[misc]
+    """A request in the runner: the prompt's resumed tokens are output, and a seed begins another sequence of numbers.
+
+    That sequence depends on the seed and the number of tokens.
+    """
+
+    prompt_token_ids: list[int]
+    generator: torch.Generator | None
+
+    def __post_init__(self) -> None:
+        resumed = Beyond.of(self.sampling_params).resumed_tokens
+        if resumed:
+            ids = self.prompt_token_ids
+            self.prompt_token_ids, self.output_token_ids = ids[:-resumed], ids[-resumed:]
+        if self.generator is not None and (resumed or self.generator.device.type == "cpu"):
+            if self.generator.device.type == "cpu":
+                self.generator = CpuGenerator()
+            self.generator.manual_seed((self.sampling_params.seed + resumed * _ODD) % (1 << 63))
+        super().__post_init__()
+
+
+class CpuGenerator(torch.Generator):
+    """A generator of a CPU, which has no offset.
+
+    vLLM takes back the number that a part of a prompt drew, and stops for good if it cannot. Nothing else was drawn
+    then, unless the request was preempted.
+    """
+
+    def get_offset(self) -> int:
+        """Return any number."""
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        """Begin anew."""
+        return self.manual_seed(self.initial_seed())
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """A request in the batch. ``biases``: [ids], [addends]; ``output``: vLLM's own list of the answer's tokens."""
+
+    params: SamplingParams
+    biases: tuple[torch.Tensor, torch.Tensor]
+    prompt_tokens: int
+    output: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """Position of the next token."""
+        return self.prompt_tokens + len(self.output)
 
 
 class BatchRows(LogitsProcessor):  # type: ignore[misc]
     """Tracks which request is in which row of vLLM's batch; changes no logits."""
 
-    def __init__(self, vllm_config: Any) -> None:
-        model, end_token_ids = vllm_config.model_config, vllm_config.additional_config[CONFIG_ENDS]
-        self._matchers = Matchers(GrammarCompiler(Path(model.model), model.get_vocab_size(), end_token_ids))
-        self.rows: dict[int, SamplingRow] = {}
+    def __init__(self) -> None:
+        self.rows: dict[int, BatchRow] = {}
 
     def is_argmax_invariant(self) -> bool:
         """Return True: it changes nothing."""
@@ -68,30 +136,36 @@ class BatchRows(LogitsProcessor):  # type: ignore[misc]
         """Return the logits unchanged."""
         return logits
 
-    def _new_row(self, params: Any, prompt: list[int] | None, output: list[int]) -> SamplingRow | None:
-        choice = TokenChoice.from_extra_args(params.extra_args)
-        return None if choice is None else SamplingRow(choice, prompt or (), output, self._matchers)
+    def _new_row(self, params: Any, prompt: list[int] | None, output: list[int]) -> BatchRow:
+        bias = params.logit_bias or {}
+        biases = torch.tensor(list(bias), dtype=torch.int64), torch.tensor(list(bias.values()), dtype=torch.float32)
+        return BatchRow(own_sampling(params), biases, len(prompt or ()), output)
 
 
-class PositionSampler(Sampler):  # type: ignore[misc]
-    """vLLM's sampler with another choice of tokens; the logprobs are vLLM's.
+class RowSampler(Sampler):  # type: ignore[misc]
+    """vLLM's sampler, with logprobs for all rows; with ``rows`` each one's token is drawn by (seed, position)."""
 
-    ``late``: a GPU is not waited for unless a row has rules, so that vLLM plans the next step meanwhile.
-    """
-
-    def __init__(self, replaced: Any, rows: dict[int, SamplingRow], *, late: bool = False) -> None:
+    def __init__(self, replaced: Any, rows: Mapping[int, BatchRow] | None) -> None:
         super().__init__(replaced.logprobs_mode, replaced.use_fp64_gumbel)
         self.rows = rows
-        self._late = late
 
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return each row's token, [n]."""
-        if self._late and not any(row.ruled for row in self.rows.values()):
-            return late_checks.choose(self.rows, logits), None
-        chosen = choose_rows(self.rows, logits, [()] * len(logits))
-        return torch.tensor([token for (token,) in chosen], device=logits.device), None
+        if self.rows is None:
+            chosen: tuple[torch.Tensor, torch.Tensor | None] = super().sample(
+                logits, sampling_metadata, logprobs_mode_override
+            )
+            return chosen
+        tokens = self.draw(logits, [(self.rows.get(i), 0) for i in range(len(logits))])
+        return torch.tensor(tokens, device=logits.device), None
+
+    def draw(self, logits: torch.Tensor, asked: Sequence[tuple[BatchRow | None, int]]) -> list[int]:
+        """Return each row's token; ``asked``: (request, number of drafts before the token). Without numbers: 0."""
+        params = [_LIKELIEST if row is None else row.params for row, _ in asked]
+        tokens = choose_tokens(logits, params, [row.position + ahead if row else 0 for row, ahead in asked])
+        return [token or 0 for token in tokens]
 
     def gather_specific_token_logprobs(
         self, logprobs: torch.Tensor, logprob_token_ids: Mapping[int, Sequence[int]], sampled: torch.Tensor
@@ -100,9 +174,8 @@ class PositionSampler(Sampler):  # type: ignore[misc]
 
         Other rows have the likeliest tokens: vLLM's own method leaves them none. ``sampled`` [n], int64.
         """
-        asked = (row.choice.sampling.logprobs or 0 for row in self.rows.values())
-        most = max([*asked, *map(len, logprob_token_ids.values())], default=0)
-        told = self.gather_logprobs(logprobs, min(most, logprobs.shape[-1]), token_ids=sampled)
+        most = min(max([_MOST_LOGPROBS, *map(len, logprob_token_ids.values())]), logprobs.shape[-1])
+        told = self.gather_logprobs(logprobs, most, token_ids=sampled)
         for at, listed in logprob_token_ids.items():
             ids = torch.tensor(listed, device=logprobs.device)
             told.logprob_token_ids[at, 1 : len(ids) + 1] = ids
@@ -110,28 +183,59 @@ class PositionSampler(Sampler):  # type: ignore[misc]
         return told
 
 
-class DraftVerifier(RejectionSampler):  # type: ignore[misc]
-    """Accepts a draft if it is the token chosen at its position: drafts only change the number of steps."""
+_MOST_LOGPROBS = 20
+"""The limit of OpenAI's API."""
+
+
+class DraftSampler(RejectionSampler):  # type: ignore[misc]
+    """vLLM's verification of drafts, with listed logprobs; exact: a draft counts if it is the token drawn there."""
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
-        """Return tokens [requests, most drafts + 1], padded with placeholders at the end; see ``choose_rows``."""
-        logits = logits.float()
-        listed, width = sampling_metadata.logprob_token_ids or {}, metadata.max_spec_len + 1
-        wanted = listed or sampling_metadata.max_num_logprobs is not None
-        logprobs = self.sampler.compute_logprobs(logits) if wanted else None
-        drafts = iter(metadata.draft_token_ids.tolist())
-        counts = metadata.num_draft_tokens
-        chosen = choose_rows(self.sampler.rows, logits, [list(islice(drafts, count)) for count in counts])
-        padded = [tokens + [PLACEHOLDER_TOKEN_ID] * (width - len(tokens)) for tokens in chosen]
-        tokens = torch.tensor(padded, dtype=torch.int32, device=logits.device)
+        """Return tokens [requests, most drafts + 1], padded with placeholders at the end, and their logprobs."""
+        listed, exact = sampling_metadata.logprob_token_ids or {}, self.sampler.rows is not None
+        if not exact and not listed:
+            return super().forward(metadata, draft_probs, logits, sampling_metadata)
+        own = logits.to(torch.float32, copy=True)
+        if exact:
+            tokens = self._drawn(metadata, logits.float(), sampling_metadata)
+        else:
+            untold = replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=None)
+            tokens = super().forward(metadata, draft_probs, logits, untold).sampled_token_ids
         told = None
-        if logprobs is not None:
+        if listed or sampling_metadata.max_num_logprobs is not None:
+            width, counts = tokens.shape[1], metadata.num_draft_tokens
             starts = metadata.bonus_logits_indices - torch.tensor(counts, device=logits.device)
             places = (starts[:, None] + torch.arange(width, device=logits.device)).clamp_(max=len(logits) - 1).flatten()
             by_place = {row * width + at: ids for row, ids in listed.items() for at in range(width)}
             sampled = tokens.clamp(min=0).long().flatten()
-            told = self.sampler.gather_specific_token_logprobs(logprobs[places], by_place, sampled)
+            logprobs = self.sampler.compute_logprobs(own)[places]
+            told = self.sampler.gather_specific_token_logprobs(logprobs, by_place, sampled)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=told)
+
+    def _drawn(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+        """Return each request's drafts as long as they equal the drawn tokens, and one token more.
+
+        ``logits``: a request's row and one after each of its drafts, then the next request's.
+        """
+        counts, rows = metadata.num_draft_tokens, self.sampler.rows
+        targets, bonus = metadata.target_logits_indices, metadata.bonus_logits_indices
+        after = self.sampler.apply_logits_processors(logits[bonus], sampling_metadata, True)
+        logits[targets] = self.apply_logits_processors(logits[targets], sampling_metadata, metadata)
+        at = 0
+        for i, count in enumerate(counts):  # vLLM knows no biases here
+            if (row := rows.get(i)) is not None and len(row.biases[0]):
+                ids, addends = (value.to(logits.device) for value in row.biases)
+                logits[at : at + count, ids] += addends
+            at += count + 1
+        logits[bonus] = after
+        asked = [(rows.get(i), ahead) for i, count in enumerate(counts) for ahead in range(count + 1)]
+        chosen = iter(self.sampler.draw(logits, asked))
+        drafts, answers = iter(metadata.draft_token_ids.tolist()), []
+        for count in counts:
+            drawn, guessed = list(islice(chosen, count + 1)), list(islice(drafts, count))
+            same = next((n for n, draft in enumerate(guessed) if drawn[n] != draft), count)
+            answers.append(drawn[: same + 1] + [PLACEHOLDER_TOKEN_ID] * (metadata.max_spec_len - same))
+        return torch.tensor(answers, dtype=torch.int32, device=logits.device)
 
 
 def spare_base_rows() -> None:

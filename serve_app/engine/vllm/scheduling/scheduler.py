@@ -5,24 +5,31 @@ Everything else is vLLM's own behaviour, and so is everything while there is one
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.request import RequestStatus
 
 from serve_app.cache.prefix.quota import PoolShares
 from serve_app.engine.runner.prompt_logprobs import LEAST_ROWS
 from serve_app.engine.step import ceil_div
-from serve_app.engine.vllm.sampling.rows import drafts_wanted, late_checks
+from serve_app.engine.vllm.sampling.answers import AnswerGrammars, awaits_grammar, failure_of, resume
+from serve_app.engine.vllm.sampling.params import Beyond
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
 from serve_app.engine.vllm.scheduling.tenant import shares_of, tells_prompt, tenant_of
 from serve_app.engine.vllm.scheduling.turns import Need, Plan, TenantTurns
 from serve_app.engine.vllm.scheduling.waiting_line import FairRequestQueue
-from serve_app.engine.vllm.settings import CONFIG_OFF
+from serve_app.engine.vllm.settings import CONFIG_EXACT, CONFIG_OFF
+
+NOT_NUMBERS = "the model's logits are not numbers"
 
 
 class TenantScheduler(Scheduler):  # type: ignore[misc]
@@ -55,6 +62,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             )
         self._plan = Plan()
         self._ranked = False
+        self._all_drafts = self.use_v2_model_runner or self.vllm_config.additional_config.get(CONFIG_EXACT)
+        self._undrafted: WeakSet[Any] = WeakSet()
 
     def add_request(self, request: Any) -> None:
         """Add a request: its tenant is active from now on, and weights that it carries apply."""
@@ -71,6 +80,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             self.waiting.make_way(request)
         if self._blocks is not None:
             self._blocks.begin(request)
+        self._begin_answer(request)
         super().add_request(request)
         if "predictions" not in self._off and (self.running or len(self.waiting) > 1):
             # Touch its cached blocks now: else other requests could evict them before it starts.
@@ -82,27 +92,50 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
     def schedule(self, *arguments: Any, **named: Any) -> Any:
         """Return vLLM's next step; competing tenants get the tokens and starts of their turns."""
         if self._turns is None:
-            return super().schedule(*arguments, **named)
+            return self._resumed(super().schedule(*arguments, **named))
         contested = self._turns.shares.contested
         if contested or self._ranked:
             self._count()
         if contested:
             in_use = {account.tenant: account.held - account.idle for account in self._shares.all()}
-            self._plan = self._turns.plan(self.running, self.waiting.in_order(), in_use, self)
+            ready = [request for request in self.waiting.in_order() if not awaits_grammar(request)]
+            self._plan = self._turns.plan(self.running, ready, in_use, self)
             self.waiting.chosen = self._plan.starts
         if contested or self._ranked:
             self._ranked = contested
             self._rank()
         try:
-            return super().schedule(*arguments, **named)
+            return self._resumed(super().schedule(*arguments, **named))
         finally:
             self._plan = Plan()
             self.waiting.chosen = None
 
-    def update_from_output(self, *arguments: Any, **named: Any) -> Any:
-        """Return a step's tokens for its requests, after the report of those that failed."""
-        late_checks.settle()
-        return super().update_from_output(*arguments, **named)
+    def _resumed(self, step: Any) -> Any:
+        """Return a step in which interrupted answers that start go on."""
+        for new in step.scheduled_new_reqs:
+            if resume(self.requests[new.req_id]) and self.use_v2_model_runner:  # V1 has the same from the parameters
+                new.prompt_token_ids = self.requests[new.req_id].prompt_token_ids
+        return step
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Return a step's tokens for its requests; those that failed end with the reason."""
+        nans = model_runner_output.num_nans_in_logits or {}
+        failed = {name: f"failed: {NOT_NUMBERS}" for name, number in nans.items() if number}
+        for name in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(name)
+            if request is not None and (why := failure_of(request)):
+                failed[name] = f"grammar: {why}"
+        ended = self.finish_requests(failed, RequestStatus.FINISHED_ERROR) if failed else []
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request in ended:
+            last = EngineCoreOutput(
+                request.request_id,
+                [],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=failed[request.request_id],
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last)
+        return outputs
 
     def reset_prefix_cache(self, *arguments: Any, **named: Any) -> bool:
         """Drop all blocks, or none while one is in use."""
@@ -127,9 +160,29 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Accept the drafts for the next step, except for requests that want none."""
         super().update_draft_token_ids(draft_token_ids)
-        for request in map(self.requests.get, draft_token_ids.req_ids):
-            if request is not None and not drafts_wanted(request.sampling_params.extra_args):
-                request.spec_token_ids = []
+        self._drop_drafts(draft_token_ids.req_ids)
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)
+        self._drop_drafts(scheduler_output.num_scheduled_tokens)
+
+    def _drop_drafts(self, names: Iterable[str]) -> None:
+        if self._undrafted:
+            for request in map(self.requests.get, names):
+                if request is not None and request in self._undrafted:
+                    request.spec_token_ids = []
+
+    def _begin_answer(self, request: Any) -> None:
+        """Give a new request what vLLM's parameters cannot say."""
+        params, asked = request.sampling_params, Beyond.of(request.sampling_params)
+        if asked.grammar:
+            manager = self.structured_output_manager
+            manager.backend = manager.backend or AnswerGrammars(self.vllm_config)
+            manager.backend.begin(request, asked)
+        params.min_p = asked.min_p
+        params.logit_bias = asked.logit_bias or None
+        if self.num_spec_tokens and (asked.no_drafts or ((params.min_p or params.logit_bias) and not self._all_drafts)):
+            self._undrafted.add(request)
 
     def _preempt_request(self, request: Any, *arguments: Any, **named: Any) -> None:
         if self._turns is not None:
