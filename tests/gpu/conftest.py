@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,19 @@ def device() -> str:
     return kind
 
 
+def sizes_on(device: str, part: float) -> dict[str, Any]:
+    """Return vLLM's block size on a device, and on a GPU the ``part`` of its memory that it gets."""
+    return {"block_size": BLOCK} if device == "cpu" else {"block_size": GPU_BLOCK, "gpu_memory_utilization": part}
+
+
 @pytest.fixture(scope="module")
 def both(device: str, demo_model_path: Path) -> Iterator[Both]:
-    """The demo model in bfloat16 on either engine, beside each other; vLLM starts once, without compilation.
+    """The demo model in bfloat16 on either engine, beside each other; vLLM starts without compilation.
 
-    The first logprobs wait for a kernel that is compiled all the same.
+    Both draw by (seed, position), so that they can be compared. The first logprobs wait for a kernel that is compiled all the same.
     """
-    sizes = {"block_size": BLOCK} if device == "cpu" else {"block_size": GPU_BLOCK, "gpu_memory_utilization": 0.5}
-    with both_engines(demo_model_path, device=device, dtype="bfloat16", **sizes) as running:
+    sizes = sizes_on(device, 0.4)
+    with both_engines(demo_model_path, device=device, dtype="bfloat16", exact_resume="on", **sizes) as running:
         outputs_of(running.vllm, request("first", running.prompt(10, seed=1000), 1, logprobs=0))
         yield running
 
