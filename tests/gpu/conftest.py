@@ -33,7 +33,8 @@ def sizes_on(device: str, part: float) -> dict[str, Any]:
 def both(device: str, demo_model_path: Path) -> Iterator[Both]:
     """The demo model in bfloat16 on either engine, beside each other; vLLM starts without compilation.
 
-    Both draw by (seed, position), so that they can be compared. The first logprobs wait for a kernel that is compiled all the same.
+    Both draw by (seed, position), so that they can be compared. The first logprobs wait for a kernel that is compiled
+    all the same.
     """
     sizes = sizes_on(device, 0.4)
     with both_engines(demo_model_path, device=device, dtype="bfloat16", exact_resume="on", **sizes) as running:

@@ -171,9 +171,9 @@ def test_every_part_of_the_capabilities_works_without_the_others(number: int) ->
 
 @pytest.mark.parametrize("name", sorted(IN_CORE))
 def test_a_check_fails_if_its_capability_does_nothing(name: str, monkeypatch: Patch) -> None:
-    own, scoped = probe.Probe, {"public_prompts", "store_kv"}  # these two need the same hook
+    own, scoped = probe.SchedulerProbe, {"public_prompts", "store_kv"}  # these two need the same hook
     off = scoped if name in scoped else {name}
-    monkeypatch.setattr(probe, "Probe", lambda *on, **more: own(*(IN_CORE - off), **more))
+    monkeypatch.setattr(probe, "SchedulerProbe", lambda *on, **more: own(*(IN_CORE - off), **more))
     with pytest.raises(probe.Differs):
         getattr(probe, name)()
 
@@ -193,7 +193,7 @@ def test_a_vllm_that_mixes_tenants_does_not_start(monkeypatch: Patch) -> None:
 
 def serve(on: frozenset[str]) -> None:
     """Check that a flood and another tenant, which take turns and run out of blocks, all get their answers."""
-    served = probe.Probe(*on)
+    served = probe.SchedulerProbe(*on)
     asked = [served.ask("flood", probe.prompt(number % 3, 9), public=2) for number in range(6)]
     asked += [served.ask("calm", probe.prompt(number % 2, 9), store_kv=False) for number in range(3)]
     for _ in range(3000):

@@ -48,7 +48,7 @@ class _Model(SimpleNamespace):
         return None
 
 
-class Probe:
+class SchedulerProbe:
     """vLLM's scheduler with the capabilities ``on``; ``pool``: its blocks by its events, as of the last step.
 
     ``window``: also of layers with a window of so many tokens, beside those with full attention.
@@ -140,7 +140,7 @@ def prompt(number: int, blocks: int) -> list[int]:
 
 def turns() -> None:
     """Check that a prompt is computed beside a flood that came first, which is preempted for it."""
-    probe = Probe("turns")
+    probe = SchedulerProbe("turns")
     flood = [probe.ask("flood", prompt(number, 4)) for number in range(6)]
     probe.step()
     calm = probe.ask("calm", prompt(6, 1))
@@ -157,7 +157,7 @@ def turns() -> None:
 
 def shares() -> None:
     """Check that a flood leaves another tenant's share of the cache."""
-    probe = Probe("shares")
+    probe = SchedulerProbe("shares")
     probe.run("calm", prompt(0, 12))
     for number in range(1, 7):
         probe.run("flood", prompt(number, 12))
@@ -166,7 +166,7 @@ def shares() -> None:
 
 def public_prompts() -> None:
     """Check that tenants share public blocks and no others, as routers are told if they are told of any."""
-    probe = Probe("public_prompts")
+    probe = SchedulerProbe("public_prompts")
     ids = prompt(0, 4)
     expect([probe.run(tenant, ids, 2) for tenant in "aba"] == [0, 2, 4], "tenants share other blocks than public ones")
     known = [probe.known(tenant, ids, 2) for tenant in "ab"]
@@ -176,7 +176,7 @@ def public_prompts() -> None:
 
 def store_kv() -> None:
     """Check that a request leaves no blocks, but reads some."""
-    probe = Probe("store_kv")
+    probe = SchedulerProbe("store_kv")
     probe.run("a", prompt(0, 2))
     longer = [*prompt(0, 2), *prompt(1, 3)]
     expect(probe.run("a", longer, store_kv=False) == probe.run("a", longer) == 2, "it stores what it must not")
@@ -185,7 +185,7 @@ def store_kv() -> None:
 def predictions() -> None:
     """Check that routers know the blocks of prompts, also of evicted and of waiting ones, and of windows."""
     for window in (2 * SIZE, 0):
-        probe = Probe("predictions", window=window)
+        probe = SchedulerProbe("predictions", window=window)
         for number in (0, 1, 2, 0, 3, 3, 1):
             ids = prompt(number, 12)
             expect(probe.known("a", ids) == probe.run("a", ids), "its events tell of other blocks than it has")
@@ -199,7 +199,7 @@ def predictions() -> None:
 
 def pins() -> None:
     """Check that blocks with one more user stay, until it leaves."""
-    probe = Probe()
+    probe = SchedulerProbe()
     request = probe.ask("a", prompt(0, 4))
     probe.step()
     pool, manager = probe.scheduler.kv_cache_manager.block_pool, probe.scheduler.kv_cache_manager
@@ -217,7 +217,7 @@ def pins() -> None:
 
 def moved() -> None:
     """Check that a step tells which blocks a new request has, and from where on it computes."""
-    probe = Probe()
+    probe = SchedulerProbe()
     probe.run("a", prompt(0, 4))
     asked = probe.ask("a", prompt(0, 4))
     (new,) = probe.scheduler.schedule().scheduled_new_reqs
