@@ -17,7 +17,7 @@ from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.engine.vllm.engine import VllmEngine
-from serve_app.engine.vllm.scheduling.probe import SIZE, Probe, prompt
+from serve_app.engine.vllm.scheduling.probe import SIZE, SchedulerProbe, prompt
 from serve_app.engine.vllm.scheduling.tenant import order_of, tenant_args, tenant_of
 from serve_app.engine.vllm.scheduling.waiting_line import FairRequestQueue
 from serve_app.fairness.shares import ACTIVE_S
@@ -151,7 +151,7 @@ def test_a_tenant_over_its_share_is_preempted(tenants: Tenants) -> None:
 
 def test_a_tenant_whose_answers_take_long_still_competes() -> None:
     """It is preempted for a tenant that arrives when its own last request is long ago."""
-    probe, now_s = Probe("turns"), 0.0
+    probe, now_s = SchedulerProbe("turns"), 0.0
     probe.scheduler._turns.shares._clock = lambda: now_s
     large = probe.ask("flood", prompt(0, 20))
     while large.num_tokens <= 20 * SIZE + 1:
