@@ -56,12 +56,12 @@ def requests() -> None:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from serve_app.engine.protocol import SamplingParams as Ours
-    from serve_app.engine.vllm.sampling.rows import TokenChoice, vllm_sampling
+    from serve_app.engine.vllm.sampling.params import vllm_sampling
+    from tests.serve_app.engine.tiny import request
 
-    sampling = Ours(1, temperature=0.0)
     prompt = tokens_input([1], cache_salt="salt")
-    params = SamplingParams(**vllm_sampling(sampling, TokenChoice(sampling, 0, "", ""), {"warmpath.tenant": "a"}))
+    for exact in (True, False):
+        params = SamplingParams(**vllm_sampling(request("r", [1], 1, seed=7), {"warmpath.tenant": "a"}, exact=exact))
     lora = LoRARequest(lora_name="a", lora_int_id=1, lora_path="/a")
     inspect.signature(AsyncLLM.generate).bind(None, prompt, params, "r", lora_request=lora, priority=0)
     inspect.signature(AsyncLLM.from_vllm_config).bind(None, stat_loggers=[], disable_log_stats=True)
