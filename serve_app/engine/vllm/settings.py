@@ -24,7 +24,7 @@ IN_CORE: frozenset[Capability] = frozenset({"turns", "shares", "public_prompts",
 CHECKED: frozenset[Capability] = IN_CORE | {"saves", "copies", "exact_resume"}
 """Those that the installed version of vLLM may not allow: see ``scheduling.hooks``."""
 
-CONFIG_EXACT = "warmpath_exact_resume"
+CONFIG_EXACT = "warmpath.exact"
 """Key, there too, of whether each token is drawn by (seed, position)."""
 
 EXECUTOR = "serve_app.engine.vllm.executor.InCore"
