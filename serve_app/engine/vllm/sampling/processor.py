@@ -18,6 +18,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
     process_dict_updates,
 )
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
@@ -105,12 +106,17 @@ class CpuGenerator(torch.Generator):
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """A request in the batch. ``biases``: [ids], [addends]; ``output``: vLLM's own list of the answer's tokens."""
+    """A request in the batch. ``biases``: [ids], [addends]; ``output``: vLLM's own list of the answer's tokens.
+
+    ``min_tokens``: of the answer before one of the ``stops``.
+    """
 
     params: SamplingParams
     biases: tuple[torch.Tensor, torch.Tensor]
     prompt_tokens: int
     output: Sequence[int]
+    min_tokens: int
+    stops: list[int]
 
     @property
     def position(self) -> int:
@@ -139,7 +145,8 @@ class BatchRows(LogitsProcessor):  # type: ignore[misc]
     def _new_row(self, params: Any, prompt: list[int] | None, output: list[int]) -> BatchRow:
         bias = params.logit_bias or {}
         biases = torch.tensor(list(bias), dtype=torch.int64), torch.tensor(list(bias.values()), dtype=torch.float32)
-        return BatchRow(own_sampling(params), biases, len(prompt or ()), output)
+        stops = list(params.stop_token_ids or ())
+        return BatchRow(own_sampling(params), biases, len(prompt or ()), output, params.min_tokens, stops)
 
 
 class RowSampler(Sampler):  # type: ignore[misc]
@@ -219,7 +226,12 @@ class DraftSampler(RejectionSampler):  # type: ignore[misc]
         """
         counts, rows = metadata.num_draft_tokens, self.sampler.rows
         targets, bonus = metadata.target_logits_indices, metadata.bonus_logits_indices
-        after = self.sampler.apply_logits_processors(logits[bonus], sampling_metadata, True)
+        others = [one for one in sampling_metadata.logitsprocs.all if not isinstance(one, MinTokensLogitsProcessor)]
+        unlimited = replace(sampling_metadata, logitsprocs=LogitsProcessors(others))
+        after = self.sampler.apply_logits_processors(logits[bonus], unlimited, True)
+        for i, count in enumerate(counts):  # vLLM's limit would not count the drafts
+            if (row := rows.get(i)) is not None and len(row.output) + count < row.min_tokens:
+                after[i, row.stops] = float("-inf")
         logits[targets] = self.apply_logits_processors(logits[targets], sampling_metadata, metadata)
         at = 0
         for i, count in enumerate(counts):  # vLLM knows no biases here
