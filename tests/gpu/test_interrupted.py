@@ -1,5 +1,6 @@
 """Interrupted answers in 16 bits, by vLLM's own sampler and runner: each ends whole, in its grammar, by its rules."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,9 @@ ANSWERS, TOKENS = 200, 48
 
 @pytest.fixture(scope="module")
 def native(device: str, demo_model_path: Path) -> Iterator[Both]:
+    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # of an exact engine before
     with both_engines(demo_model_path, device=device, dtype="bfloat16", **sizes_on(device, 0.3)) as running:
-        assert not running.vllm.facts.exact
+        assert not running.vllm.settings.exact
         yield running
 
 

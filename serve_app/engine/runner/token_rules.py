@@ -51,12 +51,13 @@ def answer_mask(history: History, params: SamplingParams, vocab_size: int) -> ND
     Of the rules only bans count. Raises ValueError, with the reason as a clause, if the grammar leaves none.
     """
     assert history.matcher is not None
-    mask = _grammar_mask(history.matcher, history)
-    assert mask is not None, "only a guess may fail to match"
     if params.rules is None:
+        mask = _grammar_mask(history.matcher, history)
+        assert mask is not None, "only a guess may fail to match"
         return mask
     row = torch.zeros(1, vocab_size)
-    apply_rules(row, [(0, params, history)])
+    if failed := apply_rules(row, [(0, params, history)]):
+        raise ValueError(failed[0])
     return np.packbits(torch.isfinite(row[0]).numpy(), bitorder="little")
 
 

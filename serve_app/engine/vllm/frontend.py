@@ -18,7 +18,7 @@ from serve_app.config.engine import VLLM_MISSING, Capability
 from serve_app.engine.protocol import TokenLogprob
 from serve_app.engine.vllm.engine_args import check_drafts, parsed_engine_args
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
-from serve_app.engine.vllm.settings import CONFIG_EXACT, VllmSettings, engine_arguments, set_environment
+from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
 
 T = TypeVar("T")
 
@@ -31,14 +31,12 @@ class ModelFacts:
     """Facts that vLLM derives from settings. ``num_blocks``: without its null block.
 
     ``block_tokens``: of a longest request for each block that it holds; not the block size if layers form groups.
-    ``exact``: each token is drawn by (seed, position).
     """
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
     block_tokens: float
-    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,33 +165,26 @@ class VllmFrontend:
             [*settings.required_capabilities, *(("exact_resume",) if settings.exact_resume == "on" else ())]
         )
         self.settings = settings = settings.without(self.off)
+        if settings.exact:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the sampler of V2 is another
         if not current_platform.is_cpu() and (gpus := torch.cuda.device_count()) < settings.ranks:
             raise ValueError(
                 f"this vLLM computes on GPUs, and the replica sees {gpus}: set replica_num_gpus: {settings.ranks}"
             )
         check_drafts(settings.speculative_config)
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu(), off=self.off)
-        asked = AsyncEngineArgs(**parsed_engine_args(settings.engine_args) | arguments)
-        exact = settings.exact_resume == "on" or (
-            settings.exact_resume == "auto" and asked.create_model_config().dtype == torch.float32
-        )
-        if exact := exact and "exact_resume" not in self.off:
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the sampler of V2 is another
-            asked.additional_config[CONFIG_EXACT] = True
-            if asked.speculative_config is not None:
-                asked.async_scheduling = False  # positions are known only once a step's accepted drafts are
-        wanted = asked.create_engine_config()
+        wanted = AsyncEngineArgs(**parsed_engine_args(settings.engine_args) | arguments).create_engine_config()
         if settings.num_blocks is not None:  # vLLM then lowers the length to what fits, in all groups of layers
             wanted.model_config.original_max_model_len = -1
         self.llm = AsyncLLM.from_vllm_config(wanted, stat_loggers=[self._logger], disable_log_stats=True)
-        await self.llm.collective_rpc("begin_sampling", args=(exact,))
+        await self.llm.collective_rpc("begin_sampling", args=(settings.exact,))
         config = self.llm.vllm_config
         size = config.cache_config.block_size
         if size != settings.block_size:
             raise ValueError(f"vLLM computes this model in blocks of {size} tokens here; set block_size: {size}")
         model, blocks = config.model_config, config.cache_config.num_gpu_blocks
         tokens = config.cache_config.kv_cache_size_tokens or blocks * size
-        return ModelFacts(model.get_vocab_size(), model.max_model_len, blocks - 1, tokens / blocks, exact)
+        return ModelFacts(model.get_vocab_size(), model.max_model_len, blocks - 1, tokens / blocks)
 
 
 def _generated(output: Any, params: Any, prompt: list[int]) -> Generated:

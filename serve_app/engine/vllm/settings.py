@@ -94,7 +94,13 @@ class VllmSettings:
             self,
             transfer=self.transfer and not {"copies", "saves"} <= set(off),
             pin_budget=0.0 if "saves" in off else self.pin_budget,
+            exact_resume="off" if "exact_resume" in off else self.exact_resume,
         )
+
+    @property
+    def exact(self) -> bool:
+        """Whether each token is drawn by (seed, position), outside vLLM."""
+        return self.exact_resume == "on" or (self.exact_resume == "auto" and self.dtype == "float32")
 
     @property
     def ranks(self) -> int:
@@ -127,11 +133,11 @@ def engine_arguments(
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
         "max_logprobs": 20,  # the limit of OpenAI's API
-        "worker_extension_cls": "serve_app.engine.vllm.sampling.processor.Samples",
+        "worker_extension_cls": "serve_app.engine.vllm.sampling.processor.SamplingExtension",
         "additional_config": {
             CONFIG_ENDS: list(settings.end_token_ids),
             CONFIG_OFF: sorted(off),
-            CONFIG_EXACT: False,
+            CONFIG_EXACT: settings.exact,
         },
         "scheduler_cls": SCHEDULER,
         "scheduling_policy": "priority",  # all requests have the same one, so arrival decides; copies go first
@@ -156,6 +162,8 @@ def engine_arguments(
         arguments |= {
             "speculative_config": dict(settings.speculative_config),
         }
+        if settings.exact:
+            arguments["async_scheduling"] = False  # positions are known only once a step's accepted drafts are
     if settings.transfer:
         arguments["kv_transfer_config"] = {
             "kv_connector": "WarmpathConnector",

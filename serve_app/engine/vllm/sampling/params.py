@@ -16,7 +16,7 @@ from serve_app.engine.protocol import EngineRequest, SamplingParams, TokenRules
 from serve_app.structured.matcher import AnswerMatcher
 
 
-class Beyond(msgspec.Struct, frozen=True, omit_defaults=True):
+class ExtraArgs(msgspec.Struct, frozen=True, omit_defaults=True):
     """What vLLM's core is told beside vLLM's parameters.
 
     ``resumed_tokens``: the prompt's last ones that are the answer's. ``grammar``: in llguidance's form. ``rules``:
@@ -32,14 +32,14 @@ class Beyond(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int = 0
 
-    def to_extra_args(self) -> dict[str, Any]:
+    def packed(self) -> dict[str, Any]:
         """Return it in plain types; empty if there is nothing to tell."""
-        packed = {} if self == Beyond() else msgspec.to_builtins(self)
+        packed = {} if self == ExtraArgs() else msgspec.to_builtins(self)
         return {_EXTRA_ARG: packed} if packed else {}
 
     @classmethod
-    def of(cls, params: Any) -> Beyond:
-        """Return what ``to_extra_args`` packed into vLLM's sampling parameters."""
+    def of(cls, params: Any) -> ExtraArgs:
+        """Return what ``packed`` put into vLLM's sampling parameters."""
         packed = (params.extra_args if params is not None else None) or {}
         return msgspec.convert(packed.get(_EXTRA_ARG, {}), cls, strict=False)
 
@@ -58,7 +58,7 @@ def vllm_sampling(request: EngineRequest, told: Mapping[str, Any], *, exact: boo
         raise ValueError("engine: vllm accepts grammars compiled by the replica, and no other matcher")
     rules = sampling.rules or TokenRules()
     free = matcher is None
-    beyond = Beyond(
+    extra = ExtraArgs(
         resumed_tokens=request.resumed_tokens,
         grammar="" if matcher is None else matcher.text,
         rules=None if free else _excluding(rules),
@@ -86,7 +86,7 @@ def vllm_sampling(request: EngineRequest, told: Mapping[str, Any], *, exact: boo
         "logprobs": None if sampling.logprob_token_ids else sampling.logprobs,
         "logprob_token_ids": list(sampling.logprob_token_ids) or None,
         "prompt_logprobs": sampling.prompt_logprobs,  # vLLM then reads no cached blocks
-        "extra_args": {**beyond.to_extra_args(), **told},
+        "extra_args": {**extra.packed(), **told},
     }
 
 
@@ -98,7 +98,7 @@ def own_sampling(params: Any) -> SamplingParams:
         top_p=params.top_p,
         top_k=max(params.top_k, 0),
         min_p=params.min_p,
-        seed=Beyond.of(params).seed,
+        seed=ExtraArgs.of(params).seed,
     )
 
 

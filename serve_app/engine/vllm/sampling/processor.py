@@ -28,13 +28,13 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.sampling_params import SamplingParams
-from serve_app.engine.vllm.sampling.params import Beyond, own_sampling
+from serve_app.engine.vllm.sampling.params import ExtraArgs, own_sampling
 
 _LIKELIEST = SamplingParams(1, temperature=0.0)
 _ODD = 0x9E3779B97F4A7C15
 
 
-class Samples:
+class SamplingExtension:
     """An extension of vLLM's worker. ``worker_extension_cls`` names this class."""
 
     model_runner: Any
@@ -77,7 +77,7 @@ class ResumedRequest(CachedRequestState):  # type: ignore[misc]
     generator: torch.Generator | None
 
     def __post_init__(self) -> None:
-        resumed = Beyond.of(self.sampling_params).resumed_tokens
+        resumed = ExtraArgs.of(self.sampling_params).resumed_tokens
         if resumed:
             ids = self.prompt_token_ids
             self.prompt_token_ids, self.output_token_ids = ids[:-resumed], ids[-resumed:]

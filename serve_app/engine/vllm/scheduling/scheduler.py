@@ -20,8 +20,8 @@ from vllm.v1.request import RequestStatus
 from serve_app.cache.prefix.quota import PoolShares
 from serve_app.engine.runner.prompt_logprobs import LEAST_ROWS
 from serve_app.engine.step import ceil_div
-from serve_app.engine.vllm.sampling.answers import AnswerGrammars, awaits_grammar, failure_of, resume
-from serve_app.engine.vllm.sampling.params import Beyond
+from serve_app.engine.vllm.sampling.answers import AnswerGrammars, awaits_grammar, resume
+from serve_app.engine.vllm.sampling.params import ExtraArgs
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
 from serve_app.engine.vllm.scheduling.tenant import shares_of, tells_prompt, tenant_of
@@ -121,10 +121,9 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         """Return a step's tokens for its requests; those that failed end with the reason."""
         nans = model_runner_output.num_nans_in_logits or {}
         failed = {name: f"failed: {NOT_NUMBERS}" for name, number in nans.items() if number}
-        for name in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(name)
-            if request is not None and (why := failure_of(request)):
-                failed[name] = f"grammar: {why}"
+        if (grammars := self.structured_output_manager.backend) is not None:
+            failed |= {name: f"grammar: {why}" for name, why in grammars.failed.items()}
+            grammars.failed.clear()
         ended = self.finish_requests(failed, RequestStatus.FINISHED_ERROR) if failed else []
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request in ended:
@@ -174,7 +173,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
 
     def _begin_answer(self, request: Any) -> None:
         """Give a new request what vLLM's parameters cannot say."""
-        params, asked = request.sampling_params, Beyond.of(request.sampling_params)
+        params, asked = request.sampling_params, ExtraArgs.of(request.sampling_params)
         if asked.grammar:
             manager = self.structured_output_manager
             manager.backend = manager.backend or AnswerGrammars(self.vllm_config)

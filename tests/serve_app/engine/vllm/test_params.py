@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from serve_app.engine.protocol import SamplingParams, TokenRules
-from serve_app.engine.vllm.sampling.params import Beyond, own_sampling, vllm_sampling
+from serve_app.engine.vllm.sampling.params import ExtraArgs, own_sampling, vllm_sampling
 from serve_app.structured.matcher import AnswerMatcher
 from tests.serve_app.engine.tiny import prompt, request
 
@@ -25,10 +25,10 @@ def fields_of(
     return vllm_sampling(asked, {"other": 1}, exact=exact)
 
 
-def beyond(fields: dict[str, Any]) -> Beyond:
+def beyond(fields: dict[str, Any]) -> ExtraArgs:
     """Return what the core reads, after the way through a message."""
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(fields["extra_args"]))
-    return Beyond.of(SimpleNamespace(extra_args=arrived))
+    return ExtraArgs.of(SimpleNamespace(extra_args=arrived))
 
 
 def test_everything_is_told_once() -> None:
@@ -37,7 +37,7 @@ def test_everything_is_told_once() -> None:
         SamplingParams(12, 0.7, 0.9, 20, 3, (17,), min_p=0.1, rules=RULES, disable_spec_decode=True), resumed=2
     )
     told = beyond(fields)
-    assert told == Beyond(2, no_drafts=True, min_p=0.1, logit_bias={5: 2.0})
+    assert told == ExtraArgs(2, no_drafts=True, min_p=0.1, logit_bias={5: 2.0})
     assert fields.pop("extra_args")["other"] == 1
     assert fields == {
         "max_tokens": 14,
@@ -68,7 +68,12 @@ def test_a_plain_request_tells_nothing_beside_its_parameters() -> None:
     assert (fields["max_tokens"], fields["seed"]) == (1, None)
     assert fields_of(plain, exact=True)["seed"] is None
     assert fields_of(SamplingParams(4, 0.3, top_k=1))["temperature"] == 0.0
-    assert beyond({"extra_args": {}}) == Beyond.of(SimpleNamespace(extra_args=None)) == Beyond.of(None) == Beyond()
+    assert (
+        beyond({"extra_args": {}})
+        == ExtraArgs.of(SimpleNamespace(extra_args=None))
+        == ExtraArgs.of(None)
+        == ExtraArgs()
+    )
 
 
 def test_a_grammar_takes_the_rules_that_could_leave_it_no_token() -> None:
@@ -76,7 +81,7 @@ def test_a_grammar_takes_the_rules_that_could_leave_it_no_token() -> None:
     matcher: Any = object.__new__(AnswerMatcher)
     matcher.text = "some grammar"
     fields = fields_of(SamplingParams(12, rules=RULES), matcher)
-    assert beyond(fields) == Beyond(grammar="some grammar", rules=BANS, logit_bias={5: 2.0})
+    assert beyond(fields) == ExtraArgs(grammar="some grammar", rules=BANS, logit_bias={5: 2.0})
     assert (fields["min_tokens"], fields["allowed_token_ids"], fields["_bad_words_token_ids"]) == (0, None, None)
     assert (fields["presence_penalty"], fields["repetition_penalty"]) == (1.0, 1.3)
     assert beyond(fields_of(SamplingParams(12, rules=TokenRules(1.0)), matcher)).rules is None

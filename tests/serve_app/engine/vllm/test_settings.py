@@ -45,6 +45,23 @@ def test_only_copies_and_pins_take_vllms_groups_from_a_windowed_model() -> None:
     assert arguments()["disable_hybrid_kv_cache_manager"] is None
     assert arguments(transfer=True)["disable_hybrid_kv_cache_manager"] is True
     assert "async_scheduling" not in arguments(speculative_config={"method": "ngram"}), "vLLM knows best"
+
+
+def test_tokens_are_drawn_by_position_where_that_can_be_kept() -> None:
+    """Beside drafts a step then waits for the one before, which says how many of them were accepted."""
+    cases = (
+        ("auto", "float32", True),
+        ("auto", "bfloat16", False),
+        ("on", "bfloat16", True),
+        ("off", "float32", False),
+    )
+    for asked, dtype, exact in cases:
+        settings = VllmSettings("m", dtype=dtype, exact_resume=asked, speculative_config={"method": "ngram"})
+        assert settings.exact == exact
+        assert not settings.without({"exact_resume"}).exact
+        assert (
+            "async_scheduling" in engine_arguments(settings, EventEndpoints(Path("/run/private")), on_cpu=True)
+        ) == exact
     with pytest.raises(ValueError, match="at most 512"):
         lora_rank(1000)
 
