@@ -70,12 +70,15 @@ def test_a_model_without_numbers_gives_an_error_and_no_text(demo_model_path: Pat
     assert not any(found.tokens.values())
 
 
+MANY = tuple((5, 5, end) for end in range(700))
 RULES: dict[str, TokenRules | None] = {
     "none": None,
     "penalties": TokenRules(1.0, 0.5, 1.3),
     "bias": TokenRules(logit_bias=((5, 100.0), (6, 99.0)), bad_words=((5, 5, 5),)),
     "allowed": TokenRules(0.5, allowed=(5, 6, 7, 90)),
+    "many words": TokenRules(logit_bias=((5, 100.0), (6, 99.0)), bad_words=MANY),
 }
+"""The last one has more than vLLM's V2 runner has space for."""
 
 
 def resumed(ids: Any, asked: EngineRequest, tokens: list[int]) -> EngineRequest:
@@ -90,6 +93,8 @@ def test_greedy_tokens_under_rules_are_the_built_in_engines_from_any_place(both:
     """Penalties count the interrupted answer's tokens, and none of them twice."""
     ids = np.resize(both.prompt(7), 90)
     asked = [request(name, ids, 24, rules=rules) for name, rules in RULES.items()]
+    if is_v2(both):
+        asked.pop()  # Triton's interpreter cannot run vLLM's kernel for masks
     wanted = run_all(both.torch, asked).tokens
     assert run_all(both.vllm, asked).tokens == wanted
     later = [resumed(ids, one, wanted[one.request_id][:count]) for one in asked for count in (1, 10, 23)]

@@ -46,12 +46,12 @@ def apply_rules(logits: torch.Tensor, ruled: Sequence[Ruled]) -> dict[int, str]:
 
 
 def answer_mask(history: History, params: SamplingParams, vocab_size: int) -> NDArray[np.uint8]:
-    """Return one bit per token id, lowest first: the tokens that grammar and rules leave. ``history`` has a matcher.
+    """Return one bit per token id, lowest first: the tokens that grammar and rules leave; there is either.
 
     Of the rules only bans count. Raises ValueError, with the reason as a clause, if the grammar leaves none.
     """
-    assert history.matcher is not None
     if params.rules is None:
+        assert history.matcher is not None
         mask = _grammar_mask(history.matcher, history)
         assert mask is not None, "only a guess may fail to match"
         return mask

@@ -45,7 +45,7 @@ def resume(request: Any) -> bool:
 
 
 class AnswerGrammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """One answer's grammar and excluding rules. ``fail`` is told why no token can follow."""
+    """One answer's grammar and excluding rules, or either. ``fail`` is told why no token can follow."""
 
     def __init__(
         self, history: History, params: SamplingParams, most_tokens: int, vocab_size: int, fail: Callable[[str], None]
@@ -121,8 +121,8 @@ class AnswerGrammars(StructuredOutputBackend):  # type: ignore[misc]
         self.failed: dict[str, str] = {}
 
     def begin(self, request: Any, asked: ExtraArgs) -> None:
-        """Let a new request wait for its grammar."""
-        structured = StructuredOutputRequest(StructuredOutputsParams(grammar=asked.grammar))
+        """Let a new request wait for its grammar, or its rules."""
+        structured = StructuredOutputRequest(StructuredOutputsParams(grammar=asked.grammar or "rules"))
         structured.grammar = self._threads.submit(self._grammar, request, asked, tenant_of(request))
         request.structured_output_request = structured
         request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -130,7 +130,7 @@ class AnswerGrammars(StructuredOutputBackend):  # type: ignore[misc]
     def _grammar(self, request: Any, asked: ExtraArgs, tenant: str) -> AnswerGrammar:
         ids = np.array(request.prompt_token_ids, dtype=np.int32)
         prompt, answer = np.split(ids, [len(ids) - asked.resumed_tokens])
-        history = History(prompt, answer, self._matchers.matcher(asked.grammar, tenant))
+        history = History(prompt, answer, self._matchers.matcher(asked.grammar, tenant) if asked.grammar else None)
         params = SamplingParams(1, stop_token_ids=tuple(request.sampling_params.stop_token_ids), rules=asked.rules)
         fail = partial(self.failed.__setitem__, request.request_id)
         return AnswerGrammar(history, params, request.max_tokens, self.vocab_size, fail)

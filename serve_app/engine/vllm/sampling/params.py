@@ -6,7 +6,7 @@ penalties, ``min_tokens``, grammars, limits and seeds go on where they were.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,9 @@ class ExtraArgs(msgspec.Struct, frozen=True, omit_defaults=True):
     """What vLLM's core is told beside vLLM's parameters.
 
     ``resumed_tokens``: the prompt's last ones that are the answer's. ``grammar``: in llguidance's form. ``rules``:
-    those that exclude tokens, but never all that the grammar allows. ``no_drafts``: whether the request wants none.
-    ``min_p``, ``logit_bias``: vLLM would refuse them beside drafts. ``seed``: of draws that are not vLLM's.
+    those that exclude tokens, beside a grammar (never all that it allows) or too many for vLLM.
+    ``no_drafts``: whether the request wants none. ``min_p``, ``logit_bias``: vLLM would refuse them beside drafts.
+    ``seed``: of draws that are not vLLM's.
     """
 
     resumed_tokens: int = 0
@@ -57,7 +58,7 @@ def vllm_sampling(request: EngineRequest, told: Mapping[str, Any], *, exact: boo
     if matcher is not None and not isinstance(matcher, AnswerMatcher):
         raise ValueError("engine: vllm accepts grammars compiled by the replica, and no other matcher")
     rules = sampling.rules or TokenRules()
-    free = matcher is None
+    free = matcher is None and not _too_many(rules, sampling.stop_token_ids)
     extra = ExtraArgs(
         resumed_tokens=request.resumed_tokens,
         grammar="" if matcher is None else matcher.text,
@@ -100,6 +101,12 @@ def own_sampling(params: Any) -> SamplingParams:
         min_p=params.min_p,
         seed=ExtraArgs.of(params).seed,
     )
+
+
+def _too_many(rules: TokenRules, stops: Sequence[int]) -> bool:
+    """Return whether vLLM's V2 runner would stop for good at these rules: it has so much space for each request."""
+    words = rules.bad_words
+    return len(words) > 128 or sum(map(len, words)) > 1024 or len(rules.allowed) > 1024 or len(stops) > 128
 
 
 def _signed(seed: int) -> int:

@@ -174,7 +174,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
     def _begin_answer(self, request: Any) -> None:
         """Give a new request what vLLM's parameters cannot say."""
         params, asked = request.sampling_params, ExtraArgs.of(request.sampling_params)
-        if asked.grammar:
+        if asked.grammar or asked.rules is not None:
             manager = self.structured_output_manager
             manager.backend = manager.backend or AnswerGrammars(self.vllm_config)
             manager.backend.begin(request, asked)

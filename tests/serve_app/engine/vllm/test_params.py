@@ -87,6 +87,22 @@ def test_a_grammar_takes_the_rules_that_could_leave_it_no_token() -> None:
     assert beyond(fields_of(SamplingParams(12, rules=TokenRules(1.0)), matcher)).rules is None
 
 
+@pytest.mark.parametrize(
+    ("stops", "rules"),
+    [
+        ((1,), TokenRules(min_tokens=3, bad_words=((5,),) * 129)),
+        ((1,), TokenRules(bad_words=((5,) * 1025,))),
+        ((1,), TokenRules(allowed=tuple(range(1025)))),
+        (tuple(range(129)), TokenRules(min_tokens=3)),
+    ],
+)
+def test_rules_that_vllm_has_no_space_for_exclude_tokens_here(stops: tuple[int, ...], rules: TokenRules) -> None:
+    """Its V2 runner would stop for good, for everybody."""
+    fields = fields_of(SamplingParams(12, stop_token_ids=stops, rules=rules))
+    assert beyond(fields).rules == rules
+    assert (fields["min_tokens"], fields["allowed_token_ids"], fields["_bad_words_token_ids"]) == (0, None, None)
+
+
 def test_a_matcher_that_is_no_grammar_is_refused() -> None:
     """It lives in this process, but tokens are chosen in another."""
     with pytest.raises(ValueError, match="no other matcher"):
