@@ -1,7 +1,8 @@
 """Prompt tokens and starting requests of a step of vLLM while tenants compete.
 
-Uncached prompt tokens go by turns (``FairQueue``), within a tenant in the order of its queue; slots and blocks go by
-the rule of ``fairness.verdict``. Reads vLLM's requests and changes none.
+Uncached prompt tokens go by turns (``FairQueue``), within a tenant in the order of its queue; a tenant with more than
+the mean recent use gets 512 a step. Slots and blocks go by the rule of ``fairness.verdict``. Reads vLLM's requests and
+changes none.
 """
 
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from serve_app.engine.protocol import Clock
-from serve_app.engine.scheduling.fair_queue import FairQueue
+from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, FairQueue
 from serve_app.engine.scheduling.running_set import RESERVED_TOKENS
 from serve_app.engine.vllm.scheduling.tenant import tenant_of
 from serve_app.fairness.shares import Budget, Shares, verdict
@@ -95,8 +96,11 @@ class TenantTurns:
                 lines.setdefault(tenant_of(request), deque()).append(request)
         for tenant in lines.keys() | decodes.keys():
             self.shares.touch(tenant)
-        self._fair_queue.begin(lines, decodes)
-        self._fair_queue.hand_out(self._max_tokens - decodes.total(), step.serve)
+        queue = self._fair_queue
+        queue.begin(lines, decodes)
+        # What others ask meanwhile waits for this step, for the one that vLLM schedules during it, and for its own.
+        most = {tenant: LEAST_STEP_TOKENS for tenant in lines if queue.is_heavy(tenant)}
+        queue.hand_out(self._max_tokens - decodes.total(), step.serve, most)
         return step.plan
 
 

@@ -33,8 +33,8 @@ def asked(name: str, tenant: str, tokens: int, priority: int = 0) -> Any:
 class Turns(TenantTurns):
     """Steps of 512 tokens, 8 places, 100 blocks of 10 tokens, tenants a, b and c."""
 
-    def __init__(self) -> None:
-        super().__init__(512, 8, 100, lambda tokens: -(-tokens // 10), lambda: 0.0)
+    def __init__(self, tokens: int = 512, blocks: int = 100) -> None:
+        super().__init__(tokens, 8, blocks, lambda tokens: -(-tokens // 10), lambda: 0.0)
         self.cached = Counter[str]()
         self.shares.set_weights(dict.fromkeys("abc", 1.0))
         for tenant in "abc":
@@ -87,6 +87,20 @@ def test_tenants_with_work_get_the_same_tokens() -> None:
         for name, tokens in plan.limits.items():
             got[name[0]] += tokens
     assert max(got.values()) - min(got.values()) <= 2 * 128
+
+
+def test_a_flood_fills_no_long_step_beside_others() -> None:
+    """It does while nobody else had any lately, and not between others' requests."""
+    turns, flood = Turns(4096, 9000), [asked(f"a{i}", "a", 9000) for i in range(4)]
+    assert sum(turns.step(flood, []).limits.values()) == 4096
+    turns.step(flood, [asked("b", "b", 40)])
+    for number in range(20):
+        beside = turns.step(flood, [asked("b", "b", 40)] * (number % 2)).limits
+        assert beside.pop("b", 40) == 40
+        assert sum(beside.values()) == 512
+    for _ in range(2000):  # the other's use is forgotten
+        turns.step([asked("a", "a", 1)], [])
+    assert sum(turns.step(flood, []).limits.values()) == 4096
 
 
 def test_places_and_blocks_are_left_to_others() -> None:
