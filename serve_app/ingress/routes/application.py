@@ -29,25 +29,28 @@ ROUTERS = (generation.router, responses.router, tokens.router, operations.router
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 
 
+_POOLING = "the models here generate text; use a server of such a model (`vllm serve MODEL --runner pooling`)"
+_CLASSIFYING = f"{_POOLING}, or ask a chat model, with a schema in response_format"
+_MEDIA = "the models here read and write text alone; use a server of a model for this"
 NOT_HERE = {
     "/v1/responses/compact": "send the conversation in a shorter form instead",
     "/v1/realtime": "answers come over HTTP, with stream: true as events",
+    "/v1/uploads": "POST /v1/files takes a whole file",
+    **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/pooling", "/v1/pooling"), _POOLING),
     **dict.fromkeys(
-        (
-            "/v1/embeddings", "/v1/audio", "/v1/images", "/v1/videos", "/v1/moderations", "/v1/rerank", "/v2/rerank",
-            "/rerank", "/v1/score", "/score", "/pooling", "/classify", "/v1/classify",
-        ),
-        "this server's models write text alone",
+        ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/v1/classify", "/v1/moderations"),
+        _CLASSIFYING,
     ),
+    **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/ocr"), _MEDIA),
     **dict.fromkeys(
         (
-            "/v1/files", "/v1/uploads", "/v1/batches", "/v1/messages/batches", "/v1/vector_stores", "/v1/assistants",
-            "/v1/threads", "/v1/conversations", "/v1/fine_tuning", "/v1/containers", "/v1/evals",
+            "/v1/files", "/v1/batches", "/v1/messages/batches", "/v1/vector_stores", "/v1/assistants", "/v1/threads",
+            "/v1/conversations", "/v1/fine_tuning", "/v1/containers", "/v1/evals",
         ),
         "this server keeps responses alone; `warmpath infer` answers a file of requests",
     ),
 }  # fmt: skip
-"""Paths of OpenAI's, Anthropic's and vLLM's APIs that are not offered, and a sentence for each."""
+"""Paths of OpenAI's, Anthropic's, Cohere's and vLLM's APIs that are not offered, and a sentence for each."""
 
 
 def make_application(services: Services) -> FastAPI:
@@ -111,7 +114,7 @@ class _Application(FastAPI):
         if error is None:
             return None
         guard.metrics.answered("refused_host", error.status, "none")
-        return _api_of(request.url.path).refusal(error, request)
+        return _api_of(_path(request)).refusal(error, request)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -131,7 +134,7 @@ class MethodNotAllowed(NotFound):
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    path = request.url.path
+    path = _path(request)
     shown: WarmpathError
     if why := _not_here(path):
         shown = NotFound(f"There is no {path[:200]} here: {why}.")
@@ -143,14 +146,20 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     return _api_of(path).refusal(shown, request)
 
 
+def _path(request: Request) -> str:
+    """Return a request's path below the prefix of an application that is not at /."""
+    return request.url.path.removeprefix(request.scope.get("root_path", ""))
+
+
 def _api_of(path: str) -> Api:
     of_anthropic = path == generation.MESSAGES_PATH or path.startswith(f"{generation.MESSAGES_PATH}/")
     return ANTHROPIC if of_anthropic else OPENAI
 
 
 def _not_here(path: str) -> str:
-    """Return why a known API's path is not offered, "" for another path."""
-    return next((why for name, why in NOT_HERE.items() if path == name or path.startswith(f"{name}/")), "")
+    """Return why a known API's path is not offered, "" for another path. A client's base URL may lack /v1."""
+    known = ((name, why) for name, why in NOT_HERE.items() for name in (name, name.removeprefix("/v1")))
+    return next((why for name, why in known if path == name or path.startswith(f"{name}/")), "")
 
 
 async def _no_websocket(websocket: WebSocket) -> None:

@@ -1,6 +1,7 @@
 """The application without Ray: its public pages and their visibility, and errors in the API's format."""
 
 import asyncio
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -137,15 +138,28 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "why"),
     [
-        ("POST", "/v1/embeddings", "models write text alone"), ("POST", "/v1/audio/speech", "models write text alone"),
-        ("POST", "/rerank", "models write text alone"), ("GET", "/v1/files/f", "keeps responses alone"),
+        *(("POST", path, "--runner pooling") for path in ("/v1/embeddings", "/embeddings", "/pooling")),
+        *(("POST", f"{version}/rerank", "or ask a chat model") for version in ("", "/v1", "/v2")),
+        *(("POST", path, "or ask a chat model") for path in ("/score", "/v1/score", "/classify", "/v1/moderations")),
+        *(("POST", f"/v1/{path}", "a server of a model for this") for path in ("images/edits", "audio/speech")),
+        ("GET", "/v1/embeddings", "--runner pooling"), ("GET", "/v1/files/f", "keeps responses alone"),
         ("POST", "/v1/responses/compact", "in a shorter form"), ("POST", "/v1/messages/batches", "warmpath infer"),
     ],
 )  # fmt: skip
 def test_a_route_of_the_apis_that_is_not_offered_says_why(method: str, path: str, why: str) -> None:
-    refused = get(path, AppConfig(), method)
-    assert refused.status_code == 404
-    assert why in refused.json()["error"]["message"]
+    """Also in an application that is not at /, as two in one file are."""
+    application = make_application(services_of(AppConfig()))
+    for prefix in ("", "/two"):
+        mounted = functools.partial(_mounted, application, prefix)
+        refused = ask(mounted, prefix + path, method)
+        assert refused.status_code == 404
+        assert f"There is no {path} here" in refused.json()["error"]["message"]
+        assert why in refused.json()["error"]["message"]
+
+
+async def _mounted(application: Any, prefix: str, scope: Any, receive: Any, send: Any) -> None:
+    """Serve below a prefix, as Ray Serve does."""
+    await application({**scope, "root_path": prefix}, receive, send)
 
 
 def test_a_websocket_is_refused_in_openais_shape(demo_model_path: Path) -> None:
