@@ -108,7 +108,7 @@ class Usage:
 
     ``kept_5m_tokens``, ``kept_1h_tokens``: other prompt tokens, kept that long because the request asks for it.
     ``cache_miss``: why other tokens were not cached, if the request asks; known only at the end of the answer.
-    ``reasoning_tokens``: completion tokens of reasoning.
+    ``reasoning_tokens``: completion tokens of reasoning. ``written_tokens``: prompt tokens newly put in the cache.
     """
 
     prompt_tokens: int
@@ -118,6 +118,7 @@ class Usage:
     kept_1h_tokens: int = 0
     cache_miss: Mapping[str, Any] | None = None
     reasoning_tokens: int = 0
+    written_tokens: int = 0
 
 
 class ShownToken(NamedTuple):

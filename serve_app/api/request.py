@@ -118,7 +118,7 @@ def thinking_switches(effort: str | None) -> dict[str, Any]:
 class CacheBreakpoint:
     """A place in a conversation: the prefix up to it stays cached for ``ttl_s`` after its last read.
 
-    ``messages``: the conversation up to the breakpoint, the last message cut there; empty: the tools alone.
+    ``messages``: the conversation up to the breakpoint, the last message cut there; empty: tools and system messages.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -225,7 +225,7 @@ class ChatRequest(RequestFields):
     ``tool_calls`` and ``reasoning_fields``. ``thinking``: variables for chat templates that support thinking.
 
     ``echo``: the answer begins with the last message, if both are of one role. ``repeated``: fields that the answer
-    repeats, in its API's shape. ``breakpoints``: the ends of prefixes to keep.
+    repeats, in its API's shape. ``breakpoints``: the ends of prefixes to keep, asked for by ``breakpoint_field``.
     """
 
     prompt_field = "messages"
@@ -240,6 +240,7 @@ class ChatRequest(RequestFields):
     repeated: Mapping[str, Any] = field(default_factory=dict)
     echo: bool = False
     breakpoints: tuple[CacheBreakpoint, ...] = ()
+    breakpoint_field: str = "cache_control"
 
     @property
     def adds_special_tokens(self) -> bool:

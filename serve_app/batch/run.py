@@ -114,7 +114,7 @@ class _Batch:
         try:
             generations = await self._preparer.prepare(wanted, self._tenant, answer_id)
             generations = self._readers.after_reasoning(wanted, generations)
-            usage = RequestUsage(wanted.n, generations)
+            usage = RequestUsage(wanted, generations)
             choices = [WholeChoice(tells_logprobs=wanted.logprobs is not None) for _ in generations]
             pieces = answer_pieces(generations, self, self._readers.of(wanted), place)
             async with aclosing(pieces):

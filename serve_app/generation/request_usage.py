@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from serve_app.api.format import Usage
+from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.engine.protocol import EngineRequest, Save, SaveResult
 from serve_app.generation.answer import Piece
 
@@ -36,21 +37,23 @@ class ShownMiss(Protocol):
 class RequestUsage:
     """Adds up a request's usage; a prompt counts once for all its choices.
 
-    ``n``: choices of each prompt. ``save``: the result of a save; ``asked_by``: the field that requested it.
-    ``miss``: the reason of its cache miss.
+    ``save``: the result of a save; ``asked_by``: the field that requested it.
+    ``miss``: the reason of its cache miss. ``written_tokens``: tokens of its prompts that were newly put in the cache.
     """
 
-    def __init__(self, n: int, generations: list[EngineRequest]) -> None:
-        self._choices = n
-        self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[::n])
+    def __init__(self, request: GenerateRequest, generations: list[EngineRequest]) -> None:
+        self._choices = request.n
+        self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: request.n])
         self._completion_tokens = 0
-        self._cached_tokens = self._reasoning_tokens = 0
+        self._cached_tokens = self._reasoning_tokens = self.written_tokens = 0
         self._keep = [save for save in generations[0].saves if not save.key]
         self._kept = (0, 0)
         self.save: SaveResult | None = None
         self.miss: Awaitable[ShownMiss] | None = None
         self._cache_miss: Mapping[str, Any] | None = None
-        self.asked_by = "cache_control" if self._keep else SAVE_FIELD
+        self.asked_by = SAVE_FIELD
+        if self._keep and isinstance(request, ChatRequest):
+            self.asked_by = request.breakpoint_field
 
     def add(self, piece: Piece) -> None:
         """Count one piece of an answer."""
@@ -75,7 +78,7 @@ class RequestUsage:
     def total(self) -> Usage:
         """Return the current usage."""
         counted = self._prompt_tokens, self._completion_tokens, self._cached_tokens
-        return Usage(*counted, *self._kept, self._cache_miss, self._reasoning_tokens)
+        return Usage(*counted, *self._kept, self._cache_miss, self._reasoning_tokens, self.written_tokens)
 
 
 def kept_tokens(keep: Sequence[Save], cached_tokens: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from typing_extensions import TypedDict
 
 from serve_app.api.as_text import MEDIA, as_text
 from serve_app.api.json_body import CHAT_PARTS, Kinds, Must, Text1024, call_id
+from serve_app.api.openai.caching import MARK
 from serve_app.api.openai.tools import call_for_template
 from serve_app.api.request import reasoning_fields
 from serve_app.errors import InvalidRequest
@@ -60,7 +61,7 @@ class Message(TypedDict):
 
 
 _FIELDS = frozenset(Message.__annotations__)
-_PART_FIELDS = frozenset({*_TEXT_PART["properties"], "prompt_cache_breakpoint"})
+_PART_FIELDS = frozenset({*_TEXT_PART["properties"], MARK})
 MESSAGE_FIELDS = (
     *(f"messages[].{name}" for name in _FIELDS),
     *(f"messages[].content[].{name}" for name in _TEXT_PART["properties"]),

@@ -4,7 +4,7 @@ A field is refused if ignoring it would change the answer. Other unread fields a
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
@@ -23,6 +23,7 @@ from serve_app.api.json_body import (
     Whole,
     refused,
 )
+from serve_app.api.openai.caching import DAY_S, MARK, CacheOptions, Mark, marks_in
 from serve_app.api.openai.messages import MESSAGE_FIELDS, Message, for_template, ignored_in
 from serve_app.api.openai.tools import (
     MAX_TOOL_VALUES,
@@ -35,7 +36,14 @@ from serve_app.api.openai.tools import (
     check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, CompletionRequest, PromptInput, ToolUse, thinking_switches
+from serve_app.api.request import (
+    CacheBreakpoint,
+    ChatRequest,
+    CompletionRequest,
+    PromptInput,
+    ToolUse,
+    thinking_switches,
+)
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -263,11 +271,8 @@ def told_reference(fields: str, param: str) -> InvalidRequest:
 class GenerationBody(SamplingBody):
     """The fields that chat completions and completions share."""
 
-    # OpenAI's fields for the end user, for data to store with an answer, and for the lifetime of the answer or its
-    # prefix. They change no answer: nothing is stored, and KV stays until its space is needed.
-    without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"user", "safety_identifier", "metadata", "store", "prompt_cache_retention", "prompt_cache_options"}
-    )
+    # OpenAI's fields for the end user, and for data to store with an answer. Nothing is stored.
+    without_effect: ClassVar[frozenset[str]] = frozenset({"user", "safety_identifier", "metadata", "store"})
 
     model: ModelName
     lora_name: Text256 = Field(None, description="a LoRA adapter of the model")
@@ -291,6 +296,12 @@ class GenerationBody(SamplingBody):
     )
     cache_salt: Text1024 = Field(None, description="divides the tenant's cache: only equal salts share KV")
     prompt_cache_key: Text1024 = Field(None, description="a routing hint that keeps related requests together")
+    prompt_cache_options: Annotated[CacheOptions | None, Must("an object with mode and ttl")] = Field(
+        None, description=f"ttl: of {MARK} in parts; mode explicit: a prompt without any is not stored"
+    )
+    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, Must("in_memory or 24h")] = (
+        Field(None, description=f"24h: keep tools and system messages, or what {MARK} marks, that long")
+    )
     prompt_ref: Text256 = Field(None, description="NAME@VERSION or NAME of a registered prompt to prepend")
     service_tier: Annotated[
         Literal["default", "flex", "priority"],
@@ -317,9 +328,35 @@ class GenerationBody(SamplingBody):
     )
     cache_diagnostics: bool = Field(False, description="report in usage why the cache was missed")
 
-    def common(self, ignored: Iterable[str] = (), known: Iterable[str] = _INNER_FIELDS) -> dict[str, Any]:
-        """Return the common fields of all requests; ``ignored``: unread inner fields, ``known``: supported ones."""
-        fields = {name: getattr(self, name) for name in GenerationBody.model_fields}
+    def kept(self, marks: Iterable[CacheBreakpoint]) -> dict[str, Any]:
+        """Return what a conversation asks to keep, given its marks."""
+        breakpoints = tuple(marks)
+        if not breakpoints and self.prompt_cache_retention == "24h":
+            breakpoints = (CacheBreakpoint((), DAY_S),)
+        return {"breakpoints": breakpoints, "breakpoint_field": MARK} if breakpoints else {}
+
+    def marks(self, items: Sequence[Any], path: str) -> list[Mark]:
+        """Return the marks in messages or items, at ``path`` in errors. Raises InvalidRequest."""
+        options = self.prompt_cache_options
+        ttl = self.prompt_cache_retention if self.prompt_cache_retention == "24h" else None
+        return marks_in(items, (options.ttl if options else None) or ttl, path)
+
+    def common(
+        self,
+        ignored: Iterable[str] = (),
+        known: Iterable[str] = _INNER_FIELDS,
+        kept: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the common fields of all requests.
+
+        ``ignored``: unread inner fields, ``known``: supported ones; ``kept``: the fields of what it asks to keep.
+        """
+        fields: dict[str, Any] = {name: getattr(self, name) for name in GenerationBody.model_fields} | (kept or {})
+        caching: CacheOptions | None = fields.pop("prompt_cache_options")
+        if caching is not None and caching.mode == "explicit" and not kept and self.store_kv is None:
+            fields["store_kv"] = False
+        if fields.pop("prompt_cache_retention") == "24h" and kept is None:
+            ignored = (*ignored, "prompt_cache_retention")
         options: StreamOptions | None = fields.pop("stream_options")
         if options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
@@ -341,6 +378,7 @@ class GenerationBody(SamplingBody):
         fields["truncation_side"] = self.truncation_side or "left"
         fields["return_tokens_as_token_ids"] = self.return_tokens_as_token_ids is True
         inner = [*(f"stream_options.{name}" for name in (options.model_extra if options else None) or ()), *ignored]
+        inner += (f"prompt_cache_options.{name}" for name in (caching.model_extra if caching else None) or ())
         if inner or self.model_extra:
             fields["unknown"] = self.unknown(inner, known)
         return fields
@@ -417,8 +455,13 @@ class ChatBody(GenerationBody):
                 *(message.get("function_call") for message in self.messages),
             ]
         )
+        messages = tuple(for_template(message, index, in_parts) for index, message in enumerate(self.messages))
+        marks = (
+            CacheBreakpoint((*messages[:at], for_template(cut, at, set())), ttl_s)  # type: ignore[arg-type]
+            for at, cut, ttl_s in self.marks(self.messages, "messages")
+        )
         return ChatRequest(
-            messages=tuple(for_template(message, index, in_parts) for index, message in enumerate(self.messages)),
+            messages=messages,
             max_tokens=self.max_tokens if newer is None else newer,
             apply_chat_template=self.apply_chat_template,
             add_generation_prompt=opens,
@@ -431,7 +474,7 @@ class ChatBody(GenerationBody):
             thinking=thinking_switches(self.reasoning_effort),
             tool_use=self._tool_use(),
             repeated={"service_tier": self.service_tier} if "service_tier" in self.model_fields_set else {},
-            **self.common([*ignored, *in_parts, *self._ignored_in_tools()]),
+            **self.common([*ignored, *in_parts, *self._ignored_in_tools()], kept=self.kept(marks)),
         )
 
     def _ignored_in_tools(self) -> list[str]:

@@ -284,14 +284,15 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **cache_miss(usage)},
+        "prompt_tokens_details": told_cache(usage),
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
-def cache_miss(usage: Usage) -> dict[str, Any]:
-    """Return the field with the reason of a cache miss, if requested and known."""
-    return {} if usage.cache_miss is None else {"cache_miss": usage.cache_miss}
+def told_cache(usage: Usage) -> dict[str, Any]:
+    """Return what was read from the cache and put in it, and the reason of a cache miss, if requested and known."""
+    told = {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.written_tokens}
+    return told if usage.cache_miss is None else {**told, "cache_miss": usage.cache_miss}
 
 
 def _error_body(error: WarmpathError) -> dict[str, Any]:

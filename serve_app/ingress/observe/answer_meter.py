@@ -62,7 +62,7 @@ class AnswerMeter:
     last_s: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.usage = RequestUsage(self.request.n, self.generations)
+        self.usage = RequestUsage(self.request, self.generations)
         self.tenant = self.generations[0].tenant
         self._inter_token_s = self.metrics.inter_token_s[self.tenant]
         self._tokens = "warmpath_tenant_completion_tokens_total", (("tenant", self.tenant),)
@@ -123,6 +123,7 @@ def observe_usage(observers: Observers, ledger: Ledger, metrics: IngressMetrics)
                 answer.tenant, request.answering_model, generation.prompt_ref, generation.prompt_tokens, cached_tokens,
                 stored=generation.store_kv,
             )  # fmt: skip
+            answer.usage.written_tokens += written_tokens
             metrics.add("warmpath_tenant_written_prompt_tokens_total", written_tokens, tenant=answer.tenant)
 
     def answered(answer: AnswerMeter, _: WarmpathError | None) -> None:

@@ -157,7 +157,7 @@ def test_the_prediction_for_a_turn_behind_a_thought_is_exact(tmp_path: Path) -> 
                 assert (miss.reason, miss.lost_tokens > 100) == ("reasoning", True)
             # Cache the KV of this answer's text.
             run_all(engine, [engine_request(made, "answered", np.concatenate([made.token_ids, answer]))])
-            usage = RequestUsage(1, [made])
+            usage = RequestUsage(asked, [made])
             usage.add(Piece(0, "x", len(answer), FirstToken(first), reasoning_tokens=len(answer) // 2))
             seen = SeenPrompt(made.token_ids, made.scope, 0, 0.0, usage)
             messages.append({"role": "assistant", "content": f"Answer {turn}. {words}", **reasoning_fields(words)})

@@ -30,7 +30,7 @@ from serve_app.api.openai.tools import (
     Parameters,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, ToolUse, thinking_switches
+from serve_app.api.request import CacheBreakpoint, ChatRequest, ToolUse, thinking_switches
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -180,10 +180,6 @@ class ResponsesBody(GenerationBody):
     metadata: Annotated[dict[str, Any], Must("an object")] = Field(
         {}, description="returned unchanged in responses; its user_id can name the session, in messages"
     )
-    prompt_cache_retention: Text1024 = Field(None, description="returned unchanged in responses")
-    prompt_cache_options: Annotated[dict[str, Any] | None, Must("an object")] = Field(
-        None, description="returned unchanged in responses"
-    )
     include: Annotated[list[str], Must("a list of strings")] = Field(
         [], description=f"{LOGPROBS}: log-probabilities of the text's tokens; other values have no effect"
     )
@@ -242,9 +238,17 @@ class ResponsesBody(GenerationBody):
         ignored.update(f"tools[].{tool.type}" for tool in self.tools if tool.type not in RESPONSE_TOOLS.read)
         if self.stream_options is not None and self.stream_options.continuous_usage_stats is not None:
             ignored.add("stream_options.continuous_usage_stats")
-        messages = messages_of([*(earlier or ()), *(items or self.items)], ignored, -len(earlier or ()))
-        if self.instructions:
-            messages.insert(0, {"role": "system", "content": self.instructions})
+        before, given = list(earlier or ()), items or self.items
+
+        def as_far(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
+            first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+            return [*first, *messages_of([*before, *items], ignored, -len(before))]
+
+        messages = as_far(given, ignored)
+        marks = (
+            CacheBreakpoint(tuple(as_far([*given[:at], cut], set())), ttl_s)
+            for at, cut, ttl_s in self.marks(given, "input")
+        )
         if not messages:
             raise InvalidRequest("input must hold at least one item.", param="input")
         functions = [one for at, tool in enumerate(self.tools) for one in tool.functions(f"tools[{at}]")]
@@ -257,7 +261,7 @@ class ResponsesBody(GenerationBody):
             logprobs=self.top_logprobs if told else None,
             thinking=thinking_switches(self.reasoning.effort),
             repeated={**self._repeated(), "store": self.store and earlier is not None},
-            **self.common(ignored, _FIELDS),
+            **self.common(ignored, _FIELDS, kept=self.kept(marks)),
         )
 
     def _tool_use(self, functions: Sequence[Function]) -> ToolUse:
@@ -278,6 +282,8 @@ class ResponsesBody(GenerationBody):
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
+            "prompt_cache_options": self.prompt_cache_options
+            and self.prompt_cache_options.model_dump(exclude_none=True),
             "prompt_cache_retention": self.prompt_cache_retention,
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
             "safety_identifier": self.safety_identifier,

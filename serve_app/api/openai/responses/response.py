@@ -20,7 +20,7 @@ from serve_app.api.format import (
     named_event,
 )
 from serve_app.api.json_body import JsonBody, Must
-from serve_app.api.openai.response import cache_miss, openai_error, told_tokens
+from serve_app.api.openai.response import openai_error, told_cache, told_tokens
 from serve_app.api.openai.responses.items import text_part
 from serve_app.errors import WarmpathError
 
@@ -242,10 +242,9 @@ def _response(
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return usage; cache writes are not charged."""
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0, **cache_miss(usage)},
+        "input_tokens_details": told_cache(usage),
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -52,7 +52,8 @@ def test_whole_answers_are_the_sdks() -> None:
         assert answer.usage is not None
         assert answer.usage.model_dump(exclude_none=True) == {
             "prompt_tokens": 30, "completion_tokens": 5, "total_tokens": 35,
-            "prompt_tokens_details": {"cached_tokens": 16}, "completion_tokens_details": {"reasoning_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 16, "cache_write_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }  # fmt: skip
         for part in (answer, *answer.choices, answer.usage):
             assert not any(part.model_extra.values())
