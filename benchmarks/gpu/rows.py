@@ -19,11 +19,12 @@ SYSTEM_TOKENS, QUESTION_TOKENS = 512, 32
 
 
 class Bench(NamedTuple):
-    """What every row needs."""
+    """What every row needs. ``block_size``: tokens of a KV block."""
 
     shape: Shape
     checkpoint: Path
     clients: Clients
+    block_size: int
 
     def chat(
         self, seed: object, max_tokens: int, system: str | None = None, tokens: int = QUESTION_TOKENS
@@ -42,20 +43,28 @@ class Bench(NamedTuple):
         return tokens / median(answers(target, [body])[0].ttft_s for body in bodies)
 
 
-def first_token(bench: Bench, targets: Targets) -> MeasuredRow:
-    """TTFT of long prompts, new and with all but the question cached, one at a time."""
+def first_token(bench: Bench, targets: Targets, *, hits: bool = True) -> MeasuredRow:
+    """TTFT of long prompts, new and with all but the question cached, one at a time.
+
+    ``hits``: a prompt asked again with another question has to be cached, else BenchmarkError.
+    """
     found: RowFigures = {}
     for tokens in bench.shape.prompts:
         rows = found[str(tokens)] = {name: {"cold_ms": [], "warm_ms": []} for name in targets}
+        cached: dict[str, list[int]] = {name: [] for name in targets}
         for run in range(-1, bench.shape.runs):  # the first one warms up
             system = bench.text(tokens, f"first {tokens} {run}")
             for name, target in targets.items():
                 for kind in rows[name]:
                     answer = answers(target, [bench.chat(f"{kind} {run}", 1, system)])[0]
-                    if (answer.cached_tokens >= tokens // 2) != (kind == "warm_ms"):
+                    cached[name] += [answer.cached_tokens] if kind == "warm_ms" else []
+                    if (answer.cached_tokens >= tokens // 2) != (kind == "warm_ms") and (hits or kind == "cold_ms"):
                         raise BenchmarkError(f"{name}: {answer.cached_tokens} cached tokens of a prompt {kind[:4]}")
                     rows[name][kind] += [1000 * answer.ttft_s] if run >= 0 else []
-        found[str(tokens)] = {name: {kind: spread(ms) for kind, ms in row.items()} for name, row in rows.items()}
+        found[str(tokens)] = {
+            name: {kind: spread(ms) for kind, ms in row.items()} | {"cached_tokens": median(cached[name])}
+            for name, row in rows.items()
+        }
     said = "; ".join(
         f"{tokens} tokens " + _told(rows, "{cold_ms[p50]:.0f} ms new, {warm_ms[p50]:.0f} ms cached")
         for tokens, rows in found.items()
@@ -63,15 +72,18 @@ def first_token(bench: Bench, targets: Targets) -> MeasuredRow:
     return found, f"First token: {said}."
 
 
-def decode(bench: Bench, targets: Targets) -> MeasuredRow:
-    """Tokens per second of concurrent streams, and the CPU time of each kind of process for a token."""
+def decode(bench: Bench, targets: Targets, **more: Any) -> MeasuredRow:
+    """Tokens per second of concurrent streams, and the CPU time of each kind of process for a token.
+
+    ``more``: fields of each request.
+    """
     tokens, found = bench.shape.answer_tokens, RowFigures()
     for streams in bench.shape.streams:
         rates: dict[str, list[float]] = {name: [] for name in targets}
         cpu_us: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
         for run in range(bench.shape.runs):
             for name, target in targets.items():
-                bodies = [bench.chat(f"decode {streams} {run} {number}", tokens) for number in range(streams)]
+                bodies = [{**bench.chat(f"decode {streams} {run} {n}", tokens), **more} for n in range(streams)]
                 done, used_us = _with_cpu_us(target, lambda: bench.clients.answers(target, bodies))  # noqa: B023
                 rates[name].append(streams * tokens / max(answer.total_s for answer in done))
                 cpu_us[name].append(used_us)

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,10 +24,10 @@ import psutil
 from benchmarks.common.report import BenchmarkError, names_of, parser_of, versions
 from benchmarks.common.server import MARK, leaving_on_sigterm, marked_processes
 from benchmarks.engine import compare
-from benchmarks.gpu import rows, two
+from benchmarks.gpu import models, rows, two
 from benchmarks.gpu.clients import Clients
 from benchmarks.gpu.rows import Bench, MeasuredRow, RowFigures
-from benchmarks.gpu.shapes import SHAPES, Shape, make_checkpoint, write_weights
+from benchmarks.gpu.shapes import SHAPES, Shape, drafter, make_checkpoint, windowed, write_weights
 from benchmarks.gpu.systems import MODEL, TENANTS, Card, Target, Warmpath, find_card, vllm_flags
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
 from cluster.local import ClusterError
@@ -39,9 +40,12 @@ ALONE = {"first_token": rows.first_token, "decode": rows.decode, "request": rows
 TOGETHER = {"copy": two.copy, "flood": two.flood, "predictions": two.predictions, "kill": two.kill}
 """Rows of two replicas, after the routing. The killed one takes a while to come back, so it is the last."""
 ROWS = (*ALONE, "routing", *TOGETHER, "built_in")
-START_S, ROW_S = 300.0, 150.0
-"""The most time of a start and of a row, so that one that hangs leaves some for the others."""
+MORE = ("drafts", "windowed")
+"""Rows of one replica beside `vllm serve` that need a start of their own, and are measured if they are named."""
+START_S, ROW_S, OWN_ROW_S = 300.0, 150.0, 240.0
+"""The most time of a start, of a row, and of one of ``MORE``, so that one that hangs leaves some for the others."""
 FAILURES = (BenchmarkError, RequestFailed, httpx.HTTPError, ClusterError)
+_ROWS_HELP = f"of {', '.join(ROWS)}, and of {', '.join(MORE)}, which start servers of their own (default: without)"
 END_S = 15.0
 """Kept for the end: everything is stopped within it."""
 
@@ -81,23 +85,26 @@ class Run:
     def __init__(self, options: argparse.Namespace, stack: ExitStack, work: Path) -> None:
         self._end_s = time.monotonic() + 60 * float(options.minutes) - END_S
         self._shape, self._wanted, self._card = SHAPES[options.shape], set(options.rows), find_card()
+        self._windowed = windowed(options.shape)
         self.report = Report(options.json, vars(options), self._card)
         self._mark, self._work = uuid.uuid4().hex, work
         # Called last of all: what outlives its owner, because that was killed, ends here.
         stack.callback(end_marked, self._mark)
         checkpoint = make_checkpoint(self._shape, work / "checkpoint")
-        self._bench = Bench(self._shape, checkpoint, stack.enter_context(Clients()))
+        self._bench = Bench(self._shape, checkpoint, stack.enter_context(Clients()), self._card.block_size)
 
     def all(self) -> None:
         """Measure the rows, and say of each that could not be measured why."""
         if importlib.util.find_spec("ray") is None:
             self._row("first_token", lambda: in_one_process(self._shape, self._bench.checkpoint), 2 * START_S)
-            self._not_measured(ROWS, "Ray is not installed here")
+            self._not_measured((*ROWS, *MORE), "Ray is not installed here")
         if self._wanted & ALONE.keys():
-            self._alone()
+            with self._pair("the first servers", self._bench) as (targets, _):
+                for name, alone in ALONE.items() if targets else ():
+                    self._row(name, lambda: self._of_those_alive(alone, targets))  # noqa: B023
         self._not_measured(ALONE, "no server started; see their rows")
-        if self._wanted - {"built_in"}:
-            with self._trying("two replicas"), self._warmpath("vllm", 2, self._bench.checkpoint) as ours:
+        if self._wanted - {"built_in", *MORE}:
+            with self._trying("two replicas"), self._warmpath("vllm", 2, self._bench) as ours:
                 self._ready("the two replicas", ours)
                 if "routing" in self._wanted:
                     with self._trying("routing", ROW_S):
@@ -108,25 +115,49 @@ class Run:
                     self._row(name, lambda: measure(self._bench, ours))  # noqa: B023
         self._not_measured(ROWS[:-1], "the two replicas did not start; see their row")
         self._row("built_in", self._built_in, START_S)
+        if "drafts" in self._wanted:
+            with self._trying("drafts"):
+                head = make_checkpoint(drafter(self._shape), self._work / "head")
+                drafting = {"method": "eagle", "model": str(head), "num_speculative_tokens": models.DRAFT_TOKENS}
+                self._own("drafts", self._bench, models.drafts, drafting)
+        if "windowed" in self._wanted:
+            with self._trying("windowed"):
+                checkpoint = make_checkpoint(self._windowed, self._work / "windowed")
+                bench = self._bench._replace(shape=self._windowed, checkpoint=checkpoint)
+                self._own("windowed", bench, models.windowed)
 
-    def _alone(self) -> None:
-        """One replica and `vllm serve`, which start at the same time, and are measured in turn."""
+    def _own(
+        self,
+        name: str,
+        bench: Bench,
+        measure: Callable[..., MeasuredRow],
+        drafting: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Measure a row of two eager servers of its own."""
+        with self._pair(f"the servers of {name}", bench, eager=True, drafting=drafting) as (targets, ours):
+            if targets:
+                row = partial(measure, ours=ours)
+                self._row(name, lambda: self._of_those_alive(row, targets), OWN_ROW_S)
+        self._not_measured([name], "no server started; see their rows")
+
+    @contextmanager
+    def _pair(self, what: str, bench: Bench, **how: Any) -> Iterator[tuple[dict[str, Target], Warmpath | None]]:
+        """One replica and `vllm serve`, which start at the same time, and are measured in turn; those that started."""
         targets: dict[str, Target] = {}
         ours: Warmpath | None = None
         with ExitStack() as servers:
             with self._trying("warmpath"):
-                ours = servers.enter_context(self._warmpath("vllm", 1, self._bench.checkpoint))
+                ours = servers.enter_context(self._warmpath("vllm", 1, bench, **how))
             with self._trying("vllm serve"):
                 env = {MARK: self._mark + "peer", **({} if self._card.name else CPU_ENVIRONMENT)}
-                flags, python = vllm_flags(self._shape, self._card), sys.executable
-                peer = vllm_server(self._bench.checkpoint, MODEL, flags, env, python, self._within_s())
+                flags, python = vllm_flags(bench.shape, self._card, **how), sys.executable
+                peer = vllm_server(bench.checkpoint, MODEL, flags, env, python, self._within_s())
                 targets["vllm serve"] = Target(servers.enter_context(peer), {}, env[MARK])
             if ours is not None:
                 with self._trying("warmpath"):
-                    self._ready("the first servers", ours)
+                    self._ready(what, ours)
                     targets["warmpath"] = ours.target(TENANTS[0])
-            for name, measure in ALONE.items() if targets else ():
-                self._row(name, lambda: self._of_those_alive(measure, targets))  # noqa: B023
+            yield targets, ours
 
     def _of_those_alive(
         self, measure: Callable[[Bench, rows.Targets], MeasuredRow], targets: dict[str, Target]
@@ -145,17 +176,18 @@ class Run:
 
     def _built_in(self) -> MeasuredRow:
         """The built-in engine's first token and decode, beside those of vLLM that were measured."""
-        with self._warmpath("torch", 1, write_weights(self._bench.checkpoint, self._work / "weights")) as ours:
+        bench = self._bench._replace(checkpoint=write_weights(self._bench.checkpoint, self._work / "weights"))
+        with self._warmpath("torch", 1, bench) as ours:
             ours.wait(self._within_s())
             smaller = self._shape._replace(prompts=self._shape.prompts[:1], streams=self._shape.streams[1:2])
             bench, target = self._bench._replace(shape=smaller), {"built-in engine": ours.target(TENANTS[0])}
             (first, said), (decode, also) = rows.first_token(bench, target), rows.decode(bench, target)
         return {"first_token": first, "decode": decode}, f"{said} {also}"
 
-    def _warmpath(self, engine: EngineName, replicas: int, checkpoint: Path) -> Warmpath:
+    def _warmpath(self, engine: EngineName, replicas: int, bench: Bench, **how: Any) -> Warmpath:
         if self._within_s() < END_S:
             raise Cut("the time (--minutes) was over")
-        return Warmpath(self._shape, self._card, self._mark, checkpoint, engine, replicas)
+        return Warmpath(bench.shape, self._card, self._mark, bench.checkpoint, engine, replicas, **how)
 
     def _row(self, name: str, measure: Callable[[], MeasuredRow], most_s: float = ROW_S) -> None:
         """Measure a row, if it is wanted."""
@@ -232,7 +264,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b", help="tiny: a rehearsal, without a GPU too")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything, starts and end included")
-    parser.add_argument("--rows", type=names_of(ROWS), default=list(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--rows", type=names_of((*ROWS, *MORE)), default=list(ROWS), help=_ROWS_HELP)
     options = parser.parse_args()
     if vllm_missing():
         raise BenchmarkError("this needs vLLM: on a CPU run .venv-vllm/bin/python -m benchmarks gpu (make venv-vllm)")

@@ -17,7 +17,7 @@ _REPEAT = 1 << 24
 
 
 class Shape(NamedTuple):
-    """A Llama's config, and the sizes of the measurements.
+    """A model's config, and the sizes of the measurements.
 
     ``batched_tokens``: of a step. ``prompts``: tokens of the prompts of a time to first token. ``streams``: concurrent
     answers of ``answer_tokens``.
@@ -60,6 +60,18 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head
     }  # fmt: skip
 
 
+def _gemma3(hidden: int, inner: int, heads: int, kv_heads: int, head: int, window: int, **more: Any) -> dict[str, Any]:
+    layers = ["sliding_attention"] * 5 + ["full_attention"]
+    kinds = (layers * 6)[: more.pop("num_hidden_layers")]
+    return {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": len(kinds), "layer_types": kinds,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head, "query_pre_attn_scalar": head,
+        "sliding_window": window, "max_position_embeddings": 131072, "bos_token_id": None, "eos_token_id": 2,
+        "tie_word_embeddings": True, **more,
+    }  # fmt: skip
+
+
 SHAPES = {
     "llama-8b": Shape(
         _llama(4096, 14336, 32, 32, 8, 128, vocab_size=128256, dtype="bfloat16"), max_model_len=40960,
@@ -73,6 +85,22 @@ SHAPES = {
     ),
 }  # fmt: skip
 """``llama-8b`` has the sizes of Llama-3.1-8B. ``tiny`` rehearses all rows on a CPU; its figures say nothing."""
+
+
+_WINDOWED = {
+    "llama-8b": _gemma3(2560, 10240, 8, 4, 256, 1024, num_hidden_layers=34, vocab_size=262144, dtype="bfloat16"),
+    "tiny": _gemma3(256, 768, 4, 2, 64, 128, num_hidden_layers=6, vocab_size=4096, dtype="float32"),
+}
+
+
+def windowed(name: str) -> Shape:
+    """Return the shape whose layers see a window, all but each sixth: Gemma-3-4B's sizes beside ``llama-8b``."""
+    return SHAPES[name]._replace(config=_WINDOWED[name])
+
+
+def drafter(shape: Shape) -> Shape:
+    """Return the shape of an EAGLE head: one layer. vLLM gives it the model's embeddings and output layer."""
+    return shape._replace(config={**shape.config, "num_hidden_layers": 1})
 
 
 def make_checkpoint(shape: Shape, directory: Path) -> Path:

@@ -35,11 +35,17 @@ _GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
 
 
 class Target(NamedTuple):
-    """A system that is asked. ``mark``: of its processes."""
+    """A system that is asked. ``mark``: of its processes; ``operator``: headers to read its metrics."""
 
     url: str
     headers: Mapping[str, str]
     mark: str
+    operator: Mapping[str, str] = {}
+
+    def metrics(self) -> str:
+        """Return all metrics. Raises httpx.HTTPError."""
+        found = httpx.get(f"{self.url}/metrics", headers=dict(self.operator), timeout=60, verify=False)  # noqa: S501
+        return found.raise_for_status().text
 
 
 class Card(NamedTuple):
@@ -76,33 +82,38 @@ def find_card() -> Card:
     return Card(found[1], int(found[2]) << 20) if found else Card()
 
 
-def vllm_flags(shape: Shape, card: Card) -> list[str]:
+def vllm_flags(
+    shape: Shape, card: Card, *, eager: bool = False, drafting: Mapping[str, Any] | None = None
+) -> list[str]:
     """Return the flags of `vllm serve`: the same sizes as ours; all else is its default."""
     values = {
         "dtype": shape.dtype, "max-model-len": shape.max_model_len, "max-num-seqs": SEQUENCES, "load-format": "dummy",
         "max-num-batched-tokens": shape.batched_tokens, "kv-cache-memory-bytes": card.kv_bytes(shape),
         "block-size": card.block_size, "gpu-memory-utilization": _GPU_PART if card.name else 0.05,
     }  # fmt: skip
-    speed = ["--compilation-config", json.dumps(_GRAPHS)] if card.name else ["--enforce-eager"]
-    return [part for name, value in values.items() for part in (f"--{name}", str(value))] + speed
+    more = ["--compilation-config", json.dumps(_GRAPHS)] if card.name and not eager else ["--enforce-eager"]
+    more += ["--speculative-config", json.dumps(drafting)] if drafting else []
+    return [part for name, value in values.items() for part in (f"--{name}", str(value))] + more
 
 
 class Warmpath(LocalCluster):
     """warmpath on a Ray cluster of its own. ``keys``: each tenant's, and the operator's. Raises ClusterError.
 
     The replicas begin to start. Two compute eagerly, which starts sooner, in steps of our default's size, so that no
-    tenant waits for a long one; and they copy each other's KV.
+    tenant waits for a long one; and they copy each other's KV. ``drafting``: vLLM's ``speculative_config``.
     """
 
     def __init__(
-        self, shape: Shape, card: Card, mark: str, checkpoint: Path, engine: EngineName, replicas: int
-    ) -> None:
+        self, shape: Shape, card: Card, mark: str, checkpoint: Path, engine: EngineName, replicas: int, *,
+        eager: bool = False, drafting: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(1, env={MARK: mark}, gpus=int(bool(card.name)))
         made = {name: make_api_key() for name in (*TENANTS, FLOODER, OPERATOR)}
         self.keys = {name: key for name, (key, _) in made.items()}
         digests = {name: [digest] for name, (_, digest) in made.items()}
-        graphs = {"compilation_config": _GRAPHS} if card.name and replicas == 1 else {}
+        graphs = {"compilation_config": _GRAPHS} if card.name and replicas == 1 and not eager else {}
         vllm = {"engine_args": {"load_format": "dummy", **graphs}, "enforce_eager": not graphs}
+        vllm |= {"speculative_config": drafting} if drafting else {}
         both = {"kv_pull": True, "prewarm": True, "max_pull_bytes": 8 << 30}
         gpu = {"device": "cuda", "replica_num_gpus": _GPU_PART, "gpu_memory_utilization": _GPU_PART}
         self._settings: dict[str, Any] = {
@@ -122,7 +133,8 @@ class Warmpath(LocalCluster):
 
     def target(self, name: str) -> Target:
         """Return this system as a tenant, or the operator, asks it."""
-        return Target(self.url, {"authorization": f"Bearer {self.keys[name]}"}, self._mark)
+        one, operator = ({"authorization": f"Bearer {self.keys[who]}"} for who in (name, OPERATOR))
+        return Target(self.url, one, self._mark, operator)
 
     def set_policy(self, policy: str) -> None:
         """Change the policy of the running instance. Raises ClusterError."""
@@ -150,7 +162,7 @@ class Warmpath(LocalCluster):
 
     def metrics(self) -> str:
         """Return all metrics. Raises httpx.HTTPError."""
-        return self._http.get("/metrics").raise_for_status().text
+        return self.target(OPERATOR).metrics()
 
     def predicted_tokens(self, body: Mapping[str, Any], tenant: str) -> int:
         """Return the cached tokens that the router expects for a tenant's request now. Raises httpx.HTTPError."""

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.gpu.run import ALONE, ROWS
+from benchmarks.gpu.run import ALONE, MORE, ROWS
 from tests.vllm.engines import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +65,24 @@ def test_all_rows_are_measured(tmp_path: Path) -> None:
     assert rows["predictions"]["figures"]["exact_share"] > 0.95
     assert rows["flood"]["figures"]["hit_rate_ratio"] > 0.8
     assert rows["copy"]["figures"]["2048"]["begun"] > 0
+
+
+def test_rows_with_servers_of_their_own_are_measured(tmp_path: Path) -> None:
+    """With drafts a repeat finds as much as without; a model with windows holds what it holds under vLLM alone."""
+    out = tmp_path / "gpu.json"
+    with benchmark(out, ",".join(MORE)) as process:
+        pass
+    rows = rows_of(out)
+    assert process.returncode == 0
+    assert [(name, row["not_measured"]) for name, row in rows.items() if "not_measured" in row] == []
+    drafts, windows = (rows[name]["figures"] for name in MORE)
+    for figures in (drafts, windows):
+        assert figures["repeats"].keys() == {"warmpath", "vllm serve"}
+        assert [row["share"] for row in figures["repeats"]["warmpath"]] == [1.0] * 5
+    assert drafts["accepted"].keys() == {"warmpath", "vllm serve"}
+    held = windows["held_blocks"]
+    assert 0 < held["warmpath"]["held"] <= 1.05 * held["vllm serve"]["held"] < 0.9 * held["vllm serve"]["pool"]
+    assert windows["predictions"]["exact_share"] > 0.95
 
 
 @pytest.mark.parametrize("after", ["", "the first servers"])

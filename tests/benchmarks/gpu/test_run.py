@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,10 @@ import pytest
 
 from benchmarks.common.report import BenchmarkError
 from benchmarks.figures import ROWS
-from benchmarks.gpu import run, systems
+from benchmarks.gpu import models, run, systems
 from benchmarks.gpu.run import Cut, Report, Run
-from benchmarks.gpu.shapes import SHAPES, make_checkpoint, text_of, write_weights
-from benchmarks.gpu.systems import Card, vllm_flags
+from benchmarks.gpu.shapes import SHAPES, Shape, make_checkpoint, text_of, windowed, write_weights
+from benchmarks.gpu.systems import Card, Target, vllm_flags
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
@@ -76,9 +78,10 @@ def test_a_report_has_the_keys_that_figures_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_token_of_a_made_vocabulary_is_a_text(shape: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", [SHAPES.__getitem__, windowed])
+def test_every_token_of_a_made_vocabulary_is_a_text(made: Callable[[str], Shape], shape: str, tmp_path: Path) -> None:
     """And a prompt has exactly as many tokens as asked for."""
-    checkpoint = make_checkpoint(SHAPES[shape], tmp_path / "checkpoint")
+    checkpoint = make_checkpoint(made(shape), tmp_path / "checkpoint")
     size = load_checkpoint_info(checkpoint).vocab_size
     tokenizer = PromptTokenizer(checkpoint)
     assert len(tokenizer.encode(text_of(500, checkpoint, 1), b"\0" * 16).token_ids) == 500
@@ -109,6 +112,37 @@ def test_two_engines_fit_on_the_card_and_have_the_same_sizes() -> None:
     assert flags[flags.index("--kv-cache-memory-bytes") + 1] == str(kv)
     with pytest.raises(BenchmarkError, match="use a smaller --shape"):
         Card("small", 40 << 30).kv_bytes(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_windowed_model_has_windows_beside_full_attention(shape: str, tmp_path: Path) -> None:
+    """A prompt is longer than the window, and two engines fit on the card."""
+    sizes = windowed(shape)
+    config = json.loads((make_checkpoint(sizes, tmp_path / "checkpoint") / "config.json").read_text())
+    kinds = Counter(config["layer_types"])
+    assert kinds.keys() == {"sliding_attention", "full_attention"}
+    assert kinds["sliding_attention"] >= 5 * kinds["full_attention"]
+    assert config["sliding_window"] < sizes.prompts[0]
+    assert H100.kv_bytes(sizes) > 4 * sizes.kv_token_bytes * sizes.prompts[-1]
+
+
+def test_blocks_in_use_and_drafts_are_read_of_both_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM tells a part of its pool, whose first block holds nothing."""
+    ours = """warmpath_kv_cache_blocks{engine="0",state="used"} 30.0
+warmpath_kv_cache_blocks{engine="0",state="cached"} 50.0
+warmpath_kv_cache_blocks{engine="0",state="free"} 20.0
+warmpath_spec_decode_num_draft_tokens_total{engine="0"} 12.0
+warmpath_spec_decode_num_accepted_tokens_total{engine="0"} 3.0
+"""
+    theirs = """vllm:cache_config_info{block_size="32",num_gpu_blocks="101",num_gpu_blocks_override="None"} 1.0
+vllm:kv_cache_usage_perc{engine="0",model_name="model"} 0.3
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 12.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 3.0
+"""
+    for text in (ours, theirs):
+        monkeypatch.setattr(Target, "metrics", lambda _, text=text: text)
+        assert models._blocks(text) == (30, 100)
+        assert models._drafted(Target("", {}, "")) == (12, 3)
 
 
 def test_without_a_gpu_or_vllm_the_error_names_the_remedy() -> None:
