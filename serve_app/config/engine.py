@@ -64,6 +64,9 @@ Capability = Literal[
     "store_kv",
     "predictions",
     "exact_resume",
+    "resume",
+    "grammars",
+    "draft_hits",
 ]
 """What an engine need not have: beside the settings in ``CAPABILITIES``, the methods with a body in
 ``engine.protocol.Engine``. "ranks": several in a replica, and arguments of its own; "drafts": speculation."""
@@ -122,6 +125,13 @@ CAPABILITIES: dict[Capability, CapabilitySettings] = {
     "exact_resume": CapabilitySettings(
         "token-exact continuation", without="an interrupted answer continues with other tokens"
     ),
+    "resume": CapabilitySettings(
+        "interrupted answers as one", without="penalties and draws of an interrupted answer begin anew where it goes on"
+    ),
+    "grammars": CapabilitySettings("grammars", without="requests with a grammar, or very long rules, are refused"),
+    "draft_hits": CapabilitySettings(
+        "hits beside drafts", without="beside drafts a prompt finds a block less, and less than predicted"
+    ),
 }
 
 
@@ -153,6 +163,7 @@ _OF_ALL: frozenset[Capability] = frozenset(
     {
         *("prefixes", "copies", "saves", "adapters"),
         *("turns", "shares", "public_prompts", "store_kv", "predictions", "exact_resume"),
+        *("resume", "grammars"),
     }
 )
 _BUILT_IN: frozenset[Capability] = _OF_ALL | {"tiers", "step_time"}
@@ -161,7 +172,7 @@ ENGINES: dict[EngineName, EngineTraits] = {
     "torch": EngineTraits("serve_app.replica.engine_factory:TORCH", _BUILT_IN, built_in=True),
     "vllm": EngineTraits(
         "serve_app.replica.engine_factory:VLLM",
-        _OF_ALL | {"ranks", "drafts"},
+        _OF_ALL | {"ranks", "drafts", "draft_hits"},
         missing=lambda: VLLM_MISSING if vllm_missing() else "",
         defaults={"kv_pull": False, "prewarm": False, "handover": False, "pin_budget": 0.0},
         cpu_defaults={"block_size": VLLM_CPU_BLOCK_SIZE},

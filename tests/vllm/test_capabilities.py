@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
+from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
@@ -23,7 +24,7 @@ from serve_app.cli.checks import machine, settings
 from serve_app.cli.checks.finding import Look
 from serve_app.config.app import AppConfig
 from serve_app.engine.vllm.scheduling import hooks, probe
-from serve_app.engine.vllm.settings import CHECKED, IN_CORE
+from serve_app.engine.vllm.settings import CHECKED, IN_CORE, WHOLE_HITS
 from tests.serve_app.engine.tiny import request, run_all
 from tests.vllm import source
 from tests.vllm.engines import BLOCK, both_engines
@@ -103,6 +104,26 @@ def another_sampler(patch: Patch) -> None:
     patch.setattr(Sampler, "sample", lambda self, logits, metadata: logits)
 
 
+def a_prompt_of_one_length(patch: Patch) -> None:
+    patch.setattr(Request, "num_prompt_tokens", kept("num_prompt_tokens"), raising=False)
+
+
+def grammars_unasked(patch: Patch) -> None:
+    patch.setattr(Scheduler, "get_grammar_bitmask", lambda self, step: None)
+
+
+def no_such_field(patch: Patch) -> None:
+    """Its drafts always cost a block."""
+    own = SpeculativeConfig
+
+    def made(**fields: Any) -> Any:
+        if WHOLE_HITS in fields:
+            raise TypeError(f"unexpected keyword argument {WHOLE_HITS!r}")
+        return own(**fields)
+
+    patch.setattr(probe, "SpeculativeConfig", made)
+
+
 DIFFERENT: dict[Callable[[Patch], None], set[str]] = {
     a_queue_that_stays: {"turns"},
     another_victim: {"turns"},
@@ -113,6 +134,9 @@ DIFFERENT: dict[Callable[[Patch], None], set[str]] = {
     a_connector_without_a_pool: {"saves", "copies"},
     steps_without_blocks: {"copies"},
     another_sampler: {"exact_resume"},
+    a_prompt_of_one_length: {"resume"},
+    grammars_unasked: {"grammars"},
+    no_such_field: {"draft_hits"},
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serve_app.config.engine import WITHOUT_KV
+from serve_app.engine.vllm.settings import WHOLE_HITS
 
 _INTERNAL = "target_model_config target_parallel_config draft_model_config draft_parallel_config"
 
@@ -29,9 +30,7 @@ def refused_drafts(drafting: Mapping[str, Any]) -> list[str]:
         "rejection_sample_method": "answers would hold tokens that the model did not choose; leave it out"
         if drafting.get("rejection_sample_method") == "synthetic"
         else "",
-        "disable_eagle_block_drop": "every hit would lose its last block; leave it out"
-        if drafting.get("disable_eagle_block_drop") is False
-        else "",
+        WHOLE_HITS: "every hit would lose its last block; leave it out" if drafting.get(WHOLE_HITS) is False else "",
         **{name: "vLLM derives it; leave it out" for name in _INTERNAL.split() if name in drafting},
     }
     return [f"speculative_config.{name}: {why}" for name, why in reasons.items() if why]
@@ -84,5 +83,5 @@ def with_whole_hits(drafting: Mapping[str, Any]) -> dict[str, Any]:
     if drafting.get("method") == "suffix":
         more["suffix_decoding_max_cached_requests"] = 0
     elif drafting.get("method") not in ("ngram", "ngram_gpu"):
-        more["disable_eagle_block_drop"] = True
+        more[WHOLE_HITS] = True
     return {**drafting, **more} if drafting else {}

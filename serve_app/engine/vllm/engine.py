@@ -128,7 +128,7 @@ class VllmEngine:
         )
         told = tenant_args(request.tenant, request.order)
         told |= scope_args(request.root, request.scope.public_blocks * size, store_kv=request.store_kv)
-        params = vllm_sampling(request, told, exact=self.settings.exact)
+        params = vllm_sampling(request, told, exact=self.settings.exact, off=self.off)
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         chain = request.block_hashes or extend_chain(request.root, request.scope.public_blocks, ids, size)
         known = self._pool.hit(chain, (len(ids) - 1) // size) * size if request.reads_kv else 0

@@ -21,7 +21,7 @@ CONFIG_OFF = "warmpath.off"
 IN_CORE: frozenset[Capability] = frozenset({"turns", "shares", "public_prompts", "store_kv", "predictions"})
 """The capabilities of this package's scheduler."""
 
-CHECKED: frozenset[Capability] = IN_CORE | {"saves", "copies", "exact_resume"}
+CHECKED: frozenset[Capability] = IN_CORE | {"saves", "copies", "exact_resume", "resume", "grammars", "draft_hits"}
 """Those that the installed version of vLLM may not allow: see ``scheduling.hooks``."""
 
 CONFIG_EXACT = "warmpath.exact"
@@ -32,6 +32,9 @@ EXECUTOR = "serve_app.engine.vllm.executor.InCore"
 
 SCHEDULER = "serve_app.engine.vllm.scheduling.scheduler.tenant_scheduler"
 """vLLM's path to its scheduler."""
+
+WHOLE_HITS = "disable_eagle_block_drop"
+"""The field of ``speculative_config`` with which a hit keeps its last block beside drafts."""
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum ranks that vLLM supports. Source: vLLM's ``MaxLoRARanks``."""
@@ -95,6 +98,11 @@ class VllmSettings:
             transfer=self.transfer and not {"copies", "saves"} <= set(off),
             pin_budget=0.0 if "saves" in off else self.pin_budget,
             exact_resume="off" if "exact_resume" in off else self.exact_resume,
+            speculative_config={
+                name: value
+                for name, value in self.speculative_config.items()
+                if name != WHOLE_HITS or "draft_hits" not in off
+            },
         )
 
     @property

@@ -45,29 +45,32 @@ def resume(request: Any) -> bool:
 
 
 class AnswerGrammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """One answer's grammar and excluding rules, or either. ``fail`` is told why no token can follow."""
+    """One answer's grammar and excluding rules, or either. ``fail`` is told why no token can follow.
+
+    ``length``: of the answer so far.
+    """
 
     def __init__(
         self, history: History, params: SamplingParams, most_tokens: int, vocab_size: int, fail: Callable[[str], None]
     ) -> None:
         """``most_tokens``: of the whole answer."""
         self._prompt, self._matcher, self._kept = history.prompt, history.matcher, Kept()
-        self._length = len(history.answer)
-        self._answer: TokenArray = np.empty(max(most_tokens, self._length) + 1, dtype=np.int32)
-        self._answer[: self._length] = history.answer
+        self.length = len(history.answer)
+        self._answer: TokenArray = np.empty(max(most_tokens, self.length) + 1, dtype=np.int32)
+        self._answer[: self.length] = history.answer
         self._params, self._vocab_size, self._fail = params, vocab_size, fail
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Add tokens to the answer; one that cannot follow is noticed with the next token."""
-        if (end := self._length + len(tokens)) > len(self._answer):  # drafts beyond the answer's end
+        if (end := self.length + len(tokens)) > len(self._answer):  # drafts beyond the answer's end
             self._answer = np.concatenate([self._answer, np.empty(end, dtype=np.int32)])
-        self._answer[self._length : end] = tokens
-        self._length = end
+        self._answer[self.length : end] = tokens
+        self.length = end
         return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         """Return the first tokens that may follow, as far as the grammar's work allows to know."""
-        begun, valid = self._length, 0
+        begun, valid = self.length, 0
         try:
             for token in tokens:
                 if not self._mask()[token // 8] >> token % 8 & 1:
@@ -76,12 +79,12 @@ class AnswerGrammar(StructuredOutputGrammar):  # type: ignore[misc]
                 valid += 1
         except ValueError:
             pass
-        self._length = begun
+        self.length = begun
         return tokens[:valid]
 
     def rollback(self, num_tokens: int) -> None:
         """Take tokens back."""
-        self._length -= num_tokens
+        self.length -= num_tokens
 
     def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
         """Write the allowed tokens into a row of ``bitmask`` [rows, words], int32; all if the answer has failed."""
@@ -97,13 +100,13 @@ class AnswerGrammar(StructuredOutputGrammar):  # type: ignore[misc]
 
     def is_terminated(self) -> bool:
         """Return whether the last token ended the answer."""
-        return self._length > 0 and int(self._answer[self._length - 1]) in self._params.stop_token_ids
+        return self.length > 0 and int(self._answer[self.length - 1]) in self._params.stop_token_ids
 
     def reset(self) -> None:
         """Do nothing: vLLM never begins an answer anew."""
 
     def _mask(self) -> NDArray[np.uint8]:
-        history = History(self._prompt, self._answer[: self._length], self._matcher, kept=self._kept)
+        history = History(self._prompt, self._answer[: self.length], self._matcher, kept=self._kept)
         return answer_mask(history, self._params, self._vocab_size)
 
 
@@ -129,7 +132,7 @@ class AnswerGrammars(StructuredOutputBackend):  # type: ignore[misc]
 
     def _grammar(self, request: Any, asked: ExtraArgs, tenant: str) -> AnswerGrammar:
         ids = np.array(request.prompt_token_ids, dtype=np.int32)
-        prompt, answer = np.split(ids, [len(ids) - asked.resumed_tokens])
+        prompt, answer = np.split(ids, [len(ids) - asked.answer_tokens])
         history = History(prompt, answer, self._matchers.matcher(asked.grammar, tenant) if asked.grammar else None)
         params = SamplingParams(1, stop_token_ids=tuple(request.sampling_params.stop_token_ids), rules=asked.rules)
         fail = partial(self.failed.__setitem__, request.request_id)

@@ -6,12 +6,13 @@ penalties, ``min_tokens``, grammars, limits and seeds go on where they were.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from serve_app.config.engine import Capability
 from serve_app.engine.protocol import EngineRequest, SamplingParams, TokenRules
 from serve_app.structured.matcher import AnswerMatcher
 
@@ -19,12 +20,14 @@ from serve_app.structured.matcher import AnswerMatcher
 class ExtraArgs(msgspec.Struct, frozen=True, omit_defaults=True):
     """What vLLM's core is told beside vLLM's parameters.
 
-    ``resumed_tokens``: the prompt's last ones that are the answer's. ``grammar``: in llguidance's form. ``rules``:
+    ``answer_tokens``: the prompt's last ones that are the answer's; ``resumed_tokens``: those that vLLM makes output
+    again. ``grammar``: in llguidance's form. ``rules``:
     those that exclude tokens, beside a grammar (never all that it allows) or too many for vLLM.
     ``no_drafts``: whether the request wants none. ``min_p``, ``logit_bias``: vLLM would refuse them beside drafts.
     ``seed``: of draws that are not vLLM's.
     """
 
+    answer_tokens: int = 0
     resumed_tokens: int = 0
     grammar: str = ""
     rules: TokenRules | None = None
@@ -48,19 +51,27 @@ class ExtraArgs(msgspec.Struct, frozen=True, omit_defaults=True):
 _EXTRA_ARG = "warmpath"
 
 
-def vllm_sampling(request: EngineRequest, told: Mapping[str, Any], *, exact: bool) -> dict[str, Any]:
+def vllm_sampling(
+    request: EngineRequest, told: Mapping[str, Any], *, exact: bool, off: Collection[Capability] = ()
+) -> dict[str, Any]:
     """Return the fields of vLLM's ``SamplingParams``; at least one token, which is dropped if ``max_tokens`` is 0.
 
     ``told``: more of ``extra_args``. ``exact``: each token is drawn by (seed, position), outside vLLM.
-    Raises ValueError for a matcher that cannot be sent to another process.
+    ``off``: the capabilities that this vLLM does not allow.
+    Raises ValueError for a matcher that cannot be sent to another process, and without grammars if one is needed.
     """
     sampling, matcher = request.sampling, request.matcher
     if matcher is not None and not isinstance(matcher, AnswerMatcher):
         raise ValueError("engine: vllm accepts grammars compiled by the replica, and no other matcher")
     rules = sampling.rules or TokenRules()
     free = matcher is None and not _too_many(rules, sampling.stop_token_ids)
+    if not free and "grammars" in off:
+        raise ValueError("the server's version of vLLM allows no grammar, and no such number of rules; leave them out")
+    answered = request.resumed_tokens
+    resumed = 0 if "resume" in off else answered
     extra = ExtraArgs(
-        resumed_tokens=request.resumed_tokens,
+        answer_tokens=answered,
+        resumed_tokens=resumed,
         grammar="" if matcher is None else matcher.text,
         rules=None if free else _excluding(rules),
         no_drafts=sampling.disable_spec_decode,
@@ -68,7 +79,7 @@ def vllm_sampling(request: EngineRequest, told: Mapping[str, Any], *, exact: boo
         logit_bias=dict(rules.logit_bias),
         seed=sampling.seed % (1 << 64) if exact else 0,
     )
-    most = max(sampling.max_tokens, 1) + request.resumed_tokens
+    most = max(sampling.max_tokens, 1) + resumed
     return {
         "max_tokens": most,
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
@@ -78,7 +89,7 @@ def vllm_sampling(request: EngineRequest, told: Mapping[str, Any], *, exact: boo
         "presence_penalty": rules.presence_penalty,
         "frequency_penalty": rules.frequency_penalty,
         "repetition_penalty": rules.repetition_penalty,
-        "min_tokens": min(rules.min_tokens, most) if free else 0,
+        "min_tokens": min(max(rules.min_tokens - answered + resumed, 0), most) if free else 0,
         "allowed_token_ids": list(rules.allowed) or None if free else None,
         "_bad_words_token_ids": [list(word) for word in rules.bad_words] or None if free else None,
         "stop_token_ids": list(sampling.stop_token_ids),

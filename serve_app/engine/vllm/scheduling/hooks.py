@@ -84,6 +84,13 @@ def exact_resume() -> None:
             raise TypeError(f"{function.__qualname__} has other parameters")
 
 
+def _resume() -> None:
+    fields = import_module("vllm.v1.worker.gpu_input_batch").CachedRequestState.__dataclass_fields__
+    if missing := {"prompt_token_ids", "output_token_ids", "generator", "sampling_params"} - fields.keys():
+        raise TypeError(f"its runner's requests have no {', '.join(sorted(missing))}")
+    _probed("resume")
+
+
 def _probed(name: str) -> None:
     getattr(import_module(_PROBE), name)()
 
@@ -93,6 +100,9 @@ CHECKS: dict[Capability, Callable[[], None]] = {
     "saves": _saves,
     "copies": _copies,
     "exact_resume": exact_resume,
+    "resume": _resume,
+    "grammars": partial(_probed, "grammars"),
+    "draft_hits": partial(_probed, "draft_hits"),
 }
 """Each raises an error, with what is different, if this vLLM does not do what the capability needs."""
 

@@ -1,6 +1,7 @@
 """What this package does in vLLM's scheduler, tried over a small pool without a model. Each check raises any error."""
 
 from itertools import count
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, KVEventsConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVEventsConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -20,15 +21,18 @@ from router.protocol.block_hash import HASH_BYTES, extend_chain
 from router.vllm_events.batches import decode_batch
 from router.vllm_events.pool import VllmPool
 from serve_app.config.engine import Capability
+from serve_app.engine.sampling_params import TokenRules
+from serve_app.engine.vllm.sampling.params import ExtraArgs
 from serve_app.engine.vllm.scheduling.scheduler import TenantScheduler
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, tenant_args
-from serve_app.engine.vllm.settings import CONFIG_OFF, IN_CORE
+from serve_app.engine.vllm.settings import CONFIG_ENDS, CONFIG_OFF, IN_CORE, WHOLE_HITS
 
 SIZE = 32
 BLOCKS = 33
 """One of them is vLLM's null block."""
 STEP = 4 * SIZE
 _LONGEST = 100 * SIZE
+_COMPILED_S = 20.0
 
 
 class Differs(Exception):
@@ -51,10 +55,11 @@ class _Model(SimpleNamespace):
 class SchedulerProbe:
     """vLLM's scheduler with the capabilities ``on``; ``pool``: its blocks by its events, as of the last step.
 
-    ``window``: also of layers with a window of so many tokens, beside those with full attention.
+    ``window``: also of layers with a window of so many tokens, beside those with full attention. ``drafting``: vLLM's
+    ``speculative_config``, as its object. No token is drafted.
     """
 
-    def __init__(self, *on: Capability, window: int = 0) -> None:
+    def __init__(self, *on: Capability, window: int = 0, drafting: Any = None) -> None:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(SIZE, sha256)
         config = VllmConfig(
@@ -67,10 +72,17 @@ class SchedulerProbe:
                 policy="priority",
             ),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
-            additional_config={CONFIG_OFF: sorted(IN_CORE - {*on})},
+            additional_config={CONFIG_OFF: sorted(IN_CORE - {*on}), CONFIG_ENDS: [0]},
         )
+        config.speculative_config = drafting
         config.cache_config.num_gpu_blocks = BLOCKS
-        config.model_config = _Model(max_model_len=_LONGEST, runner_type="generate", skip_tokenizer_init=True)
+        config.model_config = _Model(
+            max_model_len=_LONGEST,
+            runner_type="generate",
+            skip_tokenizer_init=True,
+            model="",
+            get_vocab_size=lambda: 64,
+        )
         sizes: dict[str, Any] = {"block_size": SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["l"], FullAttentionSpec(**sizes))]
         if window:
@@ -82,19 +94,23 @@ class SchedulerProbe:
         self.pool = VllmPool(SIZE, BLOCKS)
         self._names = count()
 
-    def ask(self, tenant: str, ids: list[int], public: int = 0, *, store_kv: bool = True) -> Any:
+    def ask(
+        self, tenant: str, ids: list[int], public: int = 0, *, store_kv: bool = True, most: int = _LONGEST,
+        extra: ExtraArgs = ExtraArgs(),  # noqa: B008  # frozen
+    ) -> Any:  # fmt: skip
         """Queue a request, of which the first ``public`` blocks are public; return vLLM's object."""
         root = root_of(tenant, public)
         told = tenant_args(tenant) | scope_args(root, public * SIZE, store_kv=store_kv)
-        params = SamplingParams(max_tokens=_LONGEST, ignore_eos=True, extra_args=told)
+        params = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=told | extra.packed())
         name = f"r{next(self._names)}"
         request = Request(name, ids, params, None, cache_salt=salt_of(root), block_hasher=self._hasher)
         self.scheduler.add_request(request)
         return request
 
     def step(self) -> dict[str, int]:
-        """Compute one step; return the numbers of its tokens by request."""
+        """Compute one step; return the numbers of its tokens by request. ``mask``: vLLM's for its answers."""
         plan = self.scheduler.schedule()
+        self.mask = self.scheduler.get_grammar_bitmask(plan)
         planned: dict[str, int] = plan.num_scheduled_tokens
         asked = [self.scheduler.requests[name] for name in planned]
         tokens = [[1] if one.num_computed_tokens >= one.num_tokens else [] for one in asked]
@@ -223,3 +239,46 @@ def moved() -> None:
     (new,) = probe.scheduler.schedule().scheduled_new_reqs
     told = (new.req_id, len(new.block_ids[0]), new.num_computed_tokens)
     expect(told == (asked.request_id, 5, 4 * SIZE), "its steps tell other facts of a request")
+
+
+def resume() -> None:
+    """Check that an answer's tokens at a prompt's end count as output, once the request has started."""
+    probe = SchedulerProbe()
+    asked = probe.ask("a", prompt(0, 2), most=7, extra=ExtraArgs(answer_tokens=5, resumed_tokens=5))
+    probe.step()
+    told = (asked.num_prompt_tokens, asked.num_output_tokens, asked.num_tokens)
+    expect(told == (2 * SIZE - 4, 6, 2 * SIZE + 2), "it counts an interrupted answer's tokens otherwise")
+    probe.step()
+    expect(asked.status == RequestStatus.FINISHED_LENGTH_CAPPED, "an interrupted answer has another length")
+
+
+def grammars() -> None:
+    """Check that an answer waits for its grammar, which masks and hears each of its tokens; others have none."""
+    probe = SchedulerProbe()
+    asked = probe.ask("a", prompt(0, 1), extra=ExtraArgs(rules=TokenRules(allowed=(1,))))
+    other = probe.ask("a", prompt(2, 1))
+    end_s = monotonic() + _COMPILED_S
+    while not asked.num_output_tokens and monotonic() < end_s:
+        probe.step()
+    for _ in range(2):
+        told = probe.mask
+        expect(told is not None, "it asks no grammar for masks")
+        masks = told.grammar_bitmask.view(np.uint32)
+        expect(told.structured_output_request_ids == [asked.request_id], "it asks grammars for other answers")
+        expect(masks[0].tolist() == [2, 0], "its masks have another form")
+        probe.step()
+    grammar = asked.structured_output_request.grammar
+    expect(grammar.length == asked.num_output_tokens, "it does not tell grammars of tokens")
+    probe.scheduler.structured_output_manager.backend.failed[asked.request_id] = "tried"
+    probe.step()
+    expect(asked.status == RequestStatus.FINISHED_ERROR and other.num_output_tokens, "a failed grammar ends otherwise")
+
+
+def draft_hits() -> None:
+    """Check that a hit keeps its last block beside an EAGLE head."""
+    drafting = SpeculativeConfig(method="ngram", num_speculative_tokens=1, **{WHOLE_HITS: True})
+    drafting.method = "eagle"  # whose own needs a model
+    probe = SchedulerProbe(drafting=drafting)
+    probe.run("a", prompt(0, 4))
+    again = probe.ask("a", prompt(0, 4))
+    expect(probe.step()[again.request_id] < SIZE, "a hit loses its last block")

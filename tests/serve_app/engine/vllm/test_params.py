@@ -1,5 +1,6 @@
 """A request's sampling crosses to vLLM: in its own parameters where it has them, else beside them."""
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from serve_app.config.engine import Capability
 from serve_app.engine.protocol import SamplingParams, TokenRules
 from serve_app.engine.vllm.sampling.params import ExtraArgs, own_sampling, vllm_sampling
 from serve_app.structured.matcher import AnswerMatcher
@@ -19,10 +21,15 @@ RULES = TokenRules(1.0, 0.5, 1.3, ((5, 2.0),), min_tokens=3, bad_words=((5, 6), 
 
 
 def fields_of(
-    sampling: SamplingParams, matcher: Any = None, *, exact: bool = False, resumed: int = 0
+    sampling: SamplingParams,
+    matcher: Any = None,
+    *,
+    exact: bool = False,
+    resumed: int = 0,
+    off: Collection[Capability] = (),
 ) -> dict[str, Any]:
     asked = structs.replace(request("r", prompt(5)), sampling=sampling, resumed_tokens=resumed, matcher=matcher)
-    return vllm_sampling(asked, {"other": 1}, exact=exact)
+    return vllm_sampling(asked, {"other": 1}, exact=exact, off=off)
 
 
 def beyond(fields: dict[str, Any]) -> ExtraArgs:
@@ -37,7 +44,7 @@ def test_everything_is_told_once() -> None:
         SamplingParams(12, 0.7, 0.9, 20, 3, (17,), min_p=0.1, rules=RULES, disable_spec_decode=True), resumed=2
     )
     told = beyond(fields)
-    assert told == ExtraArgs(2, no_drafts=True, min_p=0.1, logit_bias={5: 2.0})
+    assert told == ExtraArgs(2, 2, no_drafts=True, min_p=0.1, logit_bias={5: 2.0})
     assert fields.pop("extra_args")["other"] == 1
     assert fields == {
         "max_tokens": 14,
@@ -101,6 +108,25 @@ def test_rules_that_vllm_has_no_space_for_exclude_tokens_here(stops: tuple[int, 
     fields = fields_of(SamplingParams(12, stop_token_ids=stops, rules=rules))
     assert beyond(fields).rules == rules
     assert (fields["min_tokens"], fields["allowed_token_ids"], fields["_bad_words_token_ids"]) == (0, None, None)
+
+
+def test_without_resumed_output_an_answer_goes_on_as_a_prompt() -> None:
+    """Its length and least length are what is left of them; a grammar, which is no part of vLLM, goes on."""
+    rules = TokenRules(min_tokens=3, bad_words=((5,),))
+    fields = fields_of(SamplingParams(12, rules=rules), resumed=2, off={"resume"})
+    assert (fields["max_tokens"], fields["min_tokens"]) == (12, 1)
+    assert beyond(fields) == ExtraArgs(2)
+    assert fields_of(SamplingParams(12, rules=rules), resumed=4, off={"resume"})["min_tokens"] == 0
+
+
+def test_without_grammars_only_what_vllm_has_itself_is_answered() -> None:
+    matcher: Any = object.__new__(AnswerMatcher)
+    matcher.text = "some grammar"
+    long = SamplingParams(12, rules=TokenRules(allowed=tuple(range(1025))))
+    for sampling, grammar in ((SamplingParams(12), matcher), (long, None)):
+        with pytest.raises(ValueError, match="allows no grammar"):
+            fields_of(sampling, grammar, off={"grammars"})
+    assert fields_of(SamplingParams(12, rules=RULES), off={"grammars"})["allowed_token_ids"] == [5, 6, 7]
 
 
 def test_a_matcher_that_is_no_grammar_is_refused() -> None:

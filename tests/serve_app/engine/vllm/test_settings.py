@@ -13,9 +13,17 @@ from serve_app.config.app import AppConfig
 from serve_app.config.engine import ENGINES
 from serve_app.engine.protocol import AdapterError
 from serve_app.engine.vllm.adapters import VllmAdapters
+from serve_app.engine.vllm.drafts import with_whole_hits
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.refusals import TABLE, refused_model
-from serve_app.engine.vllm.settings import EXECUTOR, VllmSettings, engine_arguments, lora_rank, set_environment
+from serve_app.engine.vllm.settings import (
+    EXECUTOR,
+    WHOLE_HITS,
+    VllmSettings,
+    engine_arguments,
+    lora_rank,
+    set_environment,
+)
 from serve_app.replica.engine_factory import refused_settings
 from tests.serve_app.engine.adapters import described, save_plain
 
@@ -64,6 +72,12 @@ def test_tokens_are_drawn_by_position_where_that_can_be_kept() -> None:
         ) == exact
     with pytest.raises(ValueError, match="at most 512"):
         lora_rank(1000)
+
+
+def test_a_vllm_that_always_drops_a_hits_last_block_beside_drafts_is_not_asked_to_keep_it() -> None:
+    settings = VllmSettings("m", speculative_config=with_whole_hits({"method": "eagle", "model": "head"}))
+    assert settings.without(()).speculative_config[WHOLE_HITS]
+    assert settings.without({"draft_hits"}).speculative_config == {"method": "eagle", "model": "head"}
 
 
 def test_prompts_stay_on_the_machine_and_out_of_logs() -> None:
