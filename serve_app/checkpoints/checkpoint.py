@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -32,6 +32,7 @@ class _TokenizerFile(msgspec.Struct):
 
 class _TensorHeader(msgspec.Struct):
     data_offsets: tuple[int, int]
+    dtype: str = ""
 
 
 def load_checkpoint_info(path: Path) -> CheckpointInfo:
@@ -121,6 +122,24 @@ def weights_fingerprint(path: Path) -> str:
     return digest.hexdigest()[:32]
 
 
+def stored_bytes(path: Path, number_bytes: int = 4) -> int:
+    """Return the bytes of a checkpoint's weights; numbers of four bytes become ``number_bytes`` when they are loaded.
+
+    Raises CheckpointError for a broken file.
+    """
+    index = path / "model.safetensors.index.json"
+    named = set(_read_json(index, "").get("weight_map", {}).values()) if index.is_file() else set()
+    files = [path / str(name) for name in named]  # beside them may be the same weights in another form
+    total = 0
+    for file in files or [file for file in path.glob("*.safetensors") if not file.name.startswith("consolidated")]:
+        with file.open("rb") as weights:
+            _, tensors = _header(file, weights)
+        for tensor in tensors.values():
+            size = tensor.data_offsets[1] - tensor.data_offsets[0]
+            total += size * number_bytes // 4 if tensor.dtype == "F32" else size
+    return total
+
+
 def _index_bytes(path: Path) -> Iterator[bytes]:
     index = path / "model.safetensors.index.json"
     if not index.is_file():
@@ -137,25 +156,31 @@ def _weights_sample(file: Path) -> Iterator[bytes]:
 
     Source: the format's layout, 8 bytes of little-endian header length, a JSON header, then the tensors' data.
     """
-    size = file.stat().st_size
     yield file.name.encode()
-    yield size.to_bytes(8, "little")
+    yield file.stat().st_size.to_bytes(8, "little")
     with file.open("rb") as weights:
-        try:
-            (header_bytes,) = struct.unpack("<Q", weights.read(8))
-            if header_bytes > size - 8:
-                raise ValueError("the header is longer than the file")
-            header = weights.read(header_bytes)
-            entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-            entries.pop("__metadata__", None)
-            tensors = {name: msgspec.json.decode(raw, type=_TensorHeader) for name, raw in entries.items()}
-            if any(tensor.data_offsets[1] > size - 8 - header_bytes for tensor in tensors.values()):
-                raise ValueError("the file is cut short")
-        except (struct.error, ValueError) as error:
-            raise CheckpointError(f"{file} is not a whole safetensors file ({error}); copy it again") from error
+        header, tensors = _header(file, weights)
         yield header
         for _, tensor in sorted(tensors.items()):
             start, end = tensor.data_offsets
             middle = start + max(0, (end - start - SAMPLE_BYTES) // 2)
-            weights.seek(8 + header_bytes + middle)
+            weights.seek(8 + len(header) + middle)
             yield weights.read(min(SAMPLE_BYTES, end - middle))
+
+
+def _header(file: Path, weights: BinaryIO) -> tuple[bytes, dict[str, _TensorHeader]]:
+    """Return an open safetensors file's header, raw and by tensor."""
+    size = file.stat().st_size
+    try:
+        (header_bytes,) = struct.unpack("<Q", weights.read(8))
+        if header_bytes > size - 8:
+            raise ValueError("the header is longer than the file")
+        header = weights.read(header_bytes)
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        tensors = {name: msgspec.json.decode(raw, type=_TensorHeader) for name, raw in entries.items()}
+        if any(tensor.data_offsets[1] > size - 8 - header_bytes for tensor in tensors.values()):
+            raise ValueError("the file is cut short")
+    except (struct.error, ValueError) as error:
+        raise CheckpointError(f"{file} is not a whole safetensors file ({error}); copy it again") from error
+    return header, tensors

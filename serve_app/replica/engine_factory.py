@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from serve_app.checkpoints.checkpoint import CheckpointError, CheckpointInfo, weights_fingerprint
+from serve_app.checkpoints.checkpoint import CheckpointError, CheckpointInfo, stored_bytes, weights_fingerprint
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
 from serve_app.checkpoints.sources import with_local_drafter
 from serve_app.config.app import AppConfig
@@ -86,6 +86,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     block_bytes = kv_bytes_per_block(model_config, kv_dtype, *sizes, grouped=not transfer)
     arguments = {name: value for name, value in config.engine_args.items() if name not in SPEC_ARGS}
     told = dict(arguments)
+    unknown = any(name in vllm_refusals.OTHER_WEIGHTS or "offload" in name for name in arguments)
     if layers := draft_layers(drafting, fields, drafter):
         block_bytes += kv_bytes_per_block(SimpleNamespace(**layers), kv_dtype, *sizes)
         told["drafter"] = _fingerprint(Path(drafting["model"])) if drafter else info.fingerprint
@@ -96,6 +97,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
         VllmSettings,
         config,
         model=str(info.path),
+        weights_bytes=0 if unknown else stored_bytes(info.path, 4 if dtype == "float32" else 2),
         end_token_ids=info.eos_token_ids,
         block_bytes=block_bytes,
         model_fingerprint=fingerprint_with(info.fingerprint, told),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from msgspec import structs
 from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -16,6 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.request import Request
 from vllm.v1.sample.sampler import Sampler
 
@@ -213,6 +215,19 @@ def test_a_vllm_that_mixes_tenants_does_not_start(monkeypatch: Patch) -> None:
     monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", without_salt)
     with pytest.raises(ValueError, match="does not keep tenants' caches apart"):
         hooks.start([])
+
+
+def test_a_model_too_large_for_the_card_is_one_sentence(demo_model_path: Path, monkeypatch: Patch) -> None:
+    """It has 1 MiB, and nothing is loaded."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda self: 1 << 20)
+    monkeypatch.setattr(AsyncLLM, "from_vllm_config", None)
+    with pytest.raises(ValueError, match=r"too large for 1 GPU of 0\.0 GiB: \S+ GiB of weights") as refused:
+        both_engines(demo_model_path).__enter__()
+    assert "\n" not in str(refused.value)
 
 
 def serve(on: frozenset[str]) -> None:

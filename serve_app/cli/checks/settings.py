@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from serve_app.cache.tiers.object import file_system_of
 from serve_app.checkpoints.adapter_registry import configured_adapters
-from serve_app.checkpoints.checkpoint import CheckpointInfo
+from serve_app.checkpoints.checkpoint import CheckpointInfo, stored_bytes
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources import BUILT_IN, load_served_model
 from serve_app.cli.checks.finding import Finding, Look, RunPlace, problem
@@ -187,7 +187,7 @@ def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Finding]:
     """Check that the replicas fit this machine's memory."""
     if settings.engine_traits.simulated or settings.replica_num_gpus:
         return
-    weights_bytes = sum(file.stat().st_size for file in info.path.glob("*.safetensors"))
+    weights_bytes = stored_bytes(info.path)
     pool_bytes = 0 if settings.num_blocks else settings.kv_cache_bytes or CPU_POOL_BYTES
     needed_bytes = settings.first_replicas * (weights_bytes + pool_bytes + settings.host_cache_bytes)
     if needed_bytes > memory_bytes():

@@ -18,6 +18,7 @@ from serve_app.config.engine import VLLM_MISSING, Capability
 from serve_app.engine.protocol import TokenLogprob
 from serve_app.engine.vllm.engine_args import check_drafts, parsed_engine_args
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
+from serve_app.engine.vllm.refusals import refused_card
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
 
 T = TypeVar("T")
@@ -171,6 +172,10 @@ class VllmFrontend:
             raise ValueError(
                 f"this vLLM computes on GPUs, and the replica sees {gpus}: set replica_num_gpus: {settings.ranks}"
             )
+        if not current_platform.is_cpu() and (
+            refused := refused_card(settings, current_platform.get_device_total_memory())
+        ):
+            raise ValueError("; ".join(refused))
         check_drafts(settings.speculative_config)
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu(), off=self.off)
         wanted = AsyncEngineArgs(**parsed_engine_args(settings.engine_args) | arguments).create_engine_config()

@@ -12,9 +12,15 @@ from serve_app.config.engine import NGRAM, VLLM_CPU_BLOCK_SIZE
 from serve_app.engine.runner.kv_size import keeps_kv
 from serve_app.engine.vllm.drafts import refused_drafts
 from serve_app.engine.vllm.engine_args import refused_engine_args
+from serve_app.engine.vllm.settings import VllmSettings
 
 WINDOWED = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Model types in which ``sliding_window``, unless null, applies to every layer."""
+
+OTHER_WEIGHTS = frozenset({"quantization", "load_format", "hf_overrides", "model_loader_extra_config"})
+"""Arguments of vLLM after which a checkpoint's files do not tell what is on a card; so does each with "offload"."""
+
+_GIB = 1 << 30
 
 STATES_ALONE = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv"})
 """Model types without attention."""
@@ -106,6 +112,17 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
             "kept; leave it out"
         )
     return found + refused_ranks(config, fields)
+
+
+def refused_card(settings: VllmSettings, card_bytes: int) -> list[str]:
+    """Return the reason why a model cannot be on a replica's cards of that size; nothing if it might."""
+    weights, kv, ranks = settings.weights_bytes, settings.kv_cache_bytes or 0, settings.ranks
+    if 0.95 * weights + kv < ranks * card_bytes:  # a few layers, for drafts, may not be loaded
+        return []
+    cards = f"{ranks} GPU{'s' * (ranks > 1)} of {card_bytes / _GIB:.1f} GiB"
+    needed = f"{weights / _GIB:.1f} GiB of weights" + f" and kv_cache_bytes of {kv / _GIB:.1f} GiB" * bool(kv)
+    remedy = "raise tensor_parallel_size, or take a smaller or a quantized model"
+    return [f"the model is too large for {cards}: {needed}; {'lower kv_cache_bytes, ' * bool(kv)}{remedy}"]
 
 
 def refused_ranks(config: AppConfig, fields: Mapping[str, Any]) -> list[str]:

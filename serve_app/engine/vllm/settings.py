@@ -49,8 +49,8 @@ _CACHE, _ENGINE, _LORA = CacheSection(), EngineSection(), LoraSection()
 class VllmSettings:
     """A replica's settings for vLLM.
 
-    ``model``: a checkpoint's directory; ``end_token_ids``: tokens that end an answer. ``block_bytes``: bytes of one
-    block's KV, in all ranks.
+    ``model``: a checkpoint's directory; ``weights_bytes``: when loaded, 0 if unknown; ``end_token_ids``: tokens that
+    end an answer. ``block_bytes``: bytes of one block's KV, in all ranks.
     ``num_blocks`` None: as many as ``kv_cache_bytes`` holds, or as ``gpu_memory_utilization`` leaves space for; not on
     a CPU. ``dtype``: "auto" is the model's own.
     ``model_fingerprint``: of config and weights; ``transfer``: whether KV is copied to and from other replicas, or
@@ -62,6 +62,7 @@ class VllmSettings:
     """
 
     model: str
+    weights_bytes: int = 0
     end_token_ids: tuple[int, ...] = ()
     block_size: int = VLLM_CPU_BLOCK_SIZE
     block_bytes: int = 0

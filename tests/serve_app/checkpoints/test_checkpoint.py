@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from benchmarks.common.trace import DEFAULT_TRACE
-from serve_app.checkpoints.checkpoint import CheckpointError, load_checkpoint_info
+from serve_app.checkpoints.checkpoint import CheckpointError, load_checkpoint_info, stored_bytes
 from serve_app.checkpoints.kv_planner import kv_room, plan_kv
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace, reuse_curve
 from serve_app.checkpoints.sources import model_config
@@ -91,6 +91,17 @@ def test_a_broken_checkpoint_is_named_with_a_remedy(copy: Path, name: str, becom
         file.write_bytes(whole[:-4] if becomes == "cut" else becomes.encode())
     with pytest.raises(CheckpointError, match=sentence):
         load_checkpoint_info(copy)
+
+
+def test_weights_take_the_bytes_of_their_served_format(tmp_path: Path) -> None:
+    """Half of float32's in 16 bits, their own in fewer; not those of the same weights in another form beside them."""
+    many, few = np.zeros(1000, np.float32), np.zeros(100, np.int8)
+    save_file({"a": many, "b": few}, tmp_path / "model-1.safetensors")
+    save_file({"a": many}, tmp_path / "consolidated.safetensors")
+    assert (stored_bytes(tmp_path), stored_bytes(tmp_path, 2)) == (4100, 2100)
+    save_file({"c": many}, tmp_path / "model-2.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    assert stored_bytes(tmp_path) == 4100
 
 
 def _digests(directory: Path) -> dict[str, str]:

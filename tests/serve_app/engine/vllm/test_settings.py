@@ -15,7 +15,7 @@ from serve_app.engine.protocol import AdapterError
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.drafts import with_whole_hits
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
-from serve_app.engine.vllm.refusals import TABLE, refused_model
+from serve_app.engine.vllm.refusals import TABLE, refused_card, refused_model
 from serve_app.engine.vllm.settings import (
     EXECUTOR,
     WHOLE_HITS,
@@ -78,6 +78,27 @@ def test_a_vllm_that_always_drops_a_hits_last_block_beside_drafts_is_not_asked_t
     settings = VllmSettings("m", speculative_config=with_whole_hits({"method": "eagle", "model": "head"}))
     assert settings.without(()).speculative_config[WHOLE_HITS]
     assert settings.without({"draft_hits"}).speculative_config == {"method": "eagle", "model": "head"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv", "ranks", "told"),
+    [
+        (16, None, 1, ""),
+        (26, None, 1, "too large for 1 GPU of 24.0 GiB: 26.0 GiB of weights; raise tensor_parallel_size"),
+        (26, None, 2, ""),
+        (60, None, 2, "too large for 2 GPUs of 24.0 GiB: 60.0 GiB of weights; raise"),
+        (16, 8, 1, ""),
+        (16, 12, 1, "16.0 GiB of weights and kv_cache_bytes of 12.0 GiB; lower kv_cache_bytes, raise"),
+        (0, None, 1, ""),
+    ],
+)
+def test_a_model_too_large_for_its_cards_is_one_sentence(weights: int, kv: int | None, ranks: int, told: str) -> None:
+    """Each card has 24 GiB."""
+    settings = VllmSettings(
+        "m", weights_bytes=weights << 30, kv_cache_bytes=kv and kv << 30, tensor_parallel_size=ranks
+    )
+    found = refused_card(settings, 24 << 30)
+    assert found == [] if not told else len(found) == 1 and told in found[0]
 
 
 def test_prompts_stay_on_the_machine_and_out_of_logs() -> None:
