@@ -34,8 +34,12 @@ _RAYS_PREFIX = _plain(_ORDERS_PREFIX.encode())
 _REQUEST_ID = _ID.encode()
 _SESSION, _KEPT_SESSION = b"x-session-id", b"x-warmpath-session"
 """A client's session header, and its name behind Ray, which would choose a replica by the original."""
-_SESSIONS = (_KEPT_SESSION.decode(), _SESSION.decode(), "x-claude-code-session-id", "session-id")
-"""The headers in which clients name sessions, by precedence; the last two are from Claude Code and Codex."""
+_SESSIONS = (
+    _KEPT_SESSION.decode(), _SESSION.decode(), "x-claude-code-session-id", "session-id", "x-session-affinity",
+    "x-dynamo-session-id",
+)  # fmt: skip
+"""The headers in which clients name sessions, by precedence; the last are Claude Code's, Codex's, OpenCode's, Dynamo's.
+"""
 _MOST_SESSION_CHARS = 256
 _VALID_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 

@@ -53,7 +53,13 @@ def told(served: tuple[str, Script]) -> Any:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("header", ["x-session-id", "X-Session-Id", "X-Claude-Code-Session-Id", "session-id"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("x-session-id", "X-Session-Id", "X-Claude-Code-Session-Id", "session-id", "x-session-affinity"),
+        "X-Dynamo-Session-ID",
+    ],
+)
 def test_headers_name_the_session_with_every_api(told: Any, path: str, header: str) -> None:
     """Ray never sees ``x-session-id`` (test_client_headers)."""
     assert told(path, {header: "one"}) == session_key("acme", "one")
