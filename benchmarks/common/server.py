@@ -27,15 +27,15 @@ MARK = "WARMPATH_BENCHMARK"
 """An environment variable; its value identifies an instance's processes."""
 
 
-def marked_processes(mark: str) -> Iterator[tuple[psutil.Process, str]]:
-    """Yield the processes with this ``MARK``, their descendants, and the command lines of both.
+def marked_processes(mark: str, name: str = MARK) -> Iterator[tuple[psutil.Process, str]]:
+    """Yield the processes with this mark, the variable ``name``, their descendants, and the command lines of both.
 
     A process that renames itself, as vLLM's do, may have overwritten its environment.
     """
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.environ().get(MARK) == mark:
+            if process.environ().get(name) == mark:
                 found |= {one.pid: one for one in (process, *process.children(recursive=True))}
     for process in found.values():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -1,9 +1,12 @@
 """`benchmarks gpu --shape tiny` on CPUs: all rows, and what it leaves if it is cut or a server dies."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,37 +15,59 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.common.server import marked_processes
 from benchmarks.gpu.run import ALONE, MORE, ROWS
 from tests.vllm.engines import eventually
 
 ROOT = Path(__file__).parents[2]
-STARTED = ("ray", "vllm", "serve_app", "haproxy", "raylet", "benchmarks")
+MARK_OF_RUN = "WARMPATH_TEST_RUN"
 
 
-def processes() -> dict[int, str]:
-    """Return the command lines of all processes that a benchmark could have started."""
-    found = {}
-    for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess):
-            words = " ".join(process.cmdline()).lower()
-            if process.status() != psutil.STATUS_ZOMBIE and any(name in words for name in STARTED):
-                found[process.pid] = words
-    return found
+class Started:
+    """The processes of a benchmark, which inherit its mark; those that rename themselves have a parent with it."""
+
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+        self.environment = {**os.environ, MARK_OF_RUN: self._mark}
+        self._seen: set[psutil.Process] = set()
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.2):
+            self._seen.update(process for process, _ in marked_processes(self._mark, MARK_OF_RUN))
+
+    def stop(self) -> None:
+        self._over.set()
+        self._watcher.join()
+
+    def running(self) -> dict[int, str]:
+        """Return the command lines of those that run."""
+        found = {}
+        for process in [*self._seen]:
+            with suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = " ".join(process.cmdline()).lower()
+        return found
 
 
 @contextmanager
-def benchmark(out: Path, rows: str) -> Iterator[subprocess.Popen[str]]:
+def benchmark(out: Path, rows: str) -> Iterator[tuple[subprocess.Popen[str], Started]]:
     """Run the benchmark; when the block ends it has to end too, and nothing that it started may run."""
-    before = processes().keys()
     command = [sys.executable, "-m", "benchmarks", "gpu", "--shape", "tiny", "--rows", rows, "--json", str(out)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    started = Started()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=started.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
-        yield process
+        yield process, started
         process.communicate(timeout=600)
     finally:
         process.kill()
         process.wait()
-    eventually(lambda: not processes().keys() - before)
+        started.stop()
+    eventually(lambda: not started.running())
 
 
 def rows_of(out: Path) -> Any:
@@ -52,7 +77,7 @@ def rows_of(out: Path) -> Any:
 def test_all_rows_are_measured(tmp_path: Path) -> None:
     """Those of one replica have both systems; all answers of a killed replica are whole, and equal in float32."""
     out = tmp_path / "gpu.json"
-    with benchmark(out, ",".join(ROWS)) as process:
+    with benchmark(out, ",".join(ROWS)) as (process, _):
         pass
     rows = rows_of(out)
     assert process.returncode == 0
@@ -70,7 +95,7 @@ def test_all_rows_are_measured(tmp_path: Path) -> None:
 def test_rows_with_servers_of_their_own_are_measured(tmp_path: Path) -> None:
     """With drafts a repeat finds as much as without; a model with windows holds what it holds under vLLM alone."""
     out = tmp_path / "gpu.json"
-    with benchmark(out, ",".join(MORE)) as process:
+    with benchmark(out, ",".join(MORE)) as (process, _):
         pass
     rows = rows_of(out)
     assert process.returncode == 0
@@ -89,8 +114,11 @@ def test_rows_with_servers_of_their_own_are_measured(tmp_path: Path) -> None:
 def test_a_terminated_run_leaves_its_rows_and_no_process(after: str, tmp_path: Path) -> None:
     """While servers start, and while rows are measured."""
     out = tmp_path / "gpu.json"
-    with benchmark(out, "first_token,decode") as process:
-        eventually(lambda: after in rows_of(out) if after else any("raylet" in words for words in processes().values()))
+    with benchmark(out, "first_token,decode") as (process, started):
+        if after:
+            eventually(lambda: after in rows_of(out))
+        else:
+            eventually(lambda: any("raylet" in words for words in started.running().values()))
         process.send_signal(signal.SIGTERM)
     assert process.returncode == 128 + signal.SIGTERM
     assert after in {"", *rows_of(out)}
@@ -98,9 +126,9 @@ def test_a_terminated_run_leaves_its_rows_and_no_process(after: str, tmp_path: P
 
 def test_a_killed_peer_costs_no_row_of_ours(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    with benchmark(out, "first_token,decode"):
+    with benchmark(out, "first_token,decode") as (_, started):
         eventually(lambda: "the first servers" in rows_of(out))
-        (peer,) = (pid for pid, words in processes().items() if "vllm.entrypoints" in words)
+        (peer,) = (pid for pid, words in started.running().items() if "vllm.entrypoints" in words)
         psutil.Process(peer).kill()
     rows = rows_of(out)
     assert "it has ended" in rows["vllm serve"]["not_measured"]
