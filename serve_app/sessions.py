@@ -149,7 +149,7 @@ class _Tenant:
 class Sessions:
     """All sessions of a replica. ``clock``: monotonic; ``tokens_per_s``: the prefill rate, 0.0 while unknown.
 
-    ``most``: of one tenant. ExtraArgs it, the least recently used session is forgotten.
+    ``most``: of one tenant. Beyond it, the least recently used session is forgotten.
     """
 
     def __init__(

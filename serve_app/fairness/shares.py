@@ -1,7 +1,7 @@
 """The rule for tenants' shares and borrowing, used in replicas and ingresses: one formula for all resources.
 
 A share is a tenant's weight, divided by the weights of all that compete (``Shares.fraction``). Within its share a
-tenant takes free capacity. ExtraArgs its share it borrows, and must leave a reserve to the others (``verdict``). Not
+tenant takes free capacity. Beyond its share it borrows, and must leave a reserve to the others (``verdict``). Not
 thread-safe.
 """
 
