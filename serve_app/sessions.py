@@ -51,7 +51,9 @@ class Session:
     """One chain of requests. ``tokens``: of its context; ``shared_tokens``: of those, cached before it began.
 
     ``marks``: (offset in the chain, hash) of some blocks in the last tenth of its last prompt, the longest prefix
-    first; ``name``: given by the client; ``gone``: it has not returned within the longest hold.
+    first; ``name``: given by the client; ``gone``: it has not returned within the longest hold; ``closing``: its
+    client closed it while its request runs; ``left``: it is no longer live, however long others' pauses turn out to be.
+    ``system_tokens``: of its system prompt, which others may share.
     """
 
     tenant: str
@@ -65,6 +67,9 @@ class Session:
     running: str = ""
     waits: bool = False
     gone: bool = False
+    closing: bool = False
+    left: bool = False
+    system_tokens: int = 0
 
     @property
     def own_tokens(self) -> int:
@@ -175,7 +180,14 @@ class Sessions:
         self._ended_s = -inf
 
     def begin(
-        self, request_id: str, tenant: str, chain: bytes, prompt_tokens: int, cached_tokens: int, name: str = ""
+        self,
+        request_id: str,
+        tenant: str,
+        chain: bytes,
+        prompt_tokens: int,
+        cached_tokens: int,
+        name: str = "",
+        system_tokens: int = 0,
     ) -> Session:
         """Record a request, and return its session. ``chain``: the packed hashes of the prompt's full blocks."""
         now_s = self._clock()
@@ -192,9 +204,9 @@ class Sessions:
         else:
             session = Session(tenant, name, cached_tokens, now_s, now_s)
         own.sessions.append(session)
-        session.running, session.turns = request_id, session.turns + 1
+        session.running, session.left, session.turns = request_id, False, session.turns + 1
         session.mark(chain)
-        session.tokens = prompt_tokens
+        session.tokens, session.system_tokens = prompt_tokens, system_tokens
         session.name = name or session.name
         self._by_request[request_id] = session
         self._count(own, session)
@@ -204,14 +216,29 @@ class Sessions:
             self._stale.add(tenant)
         return session
 
-    def end(self, request_id: str, answer_tokens: int = 0) -> None:
-        """Record the end of a request, with any outcome."""
+    def end(self, request_id: str, answer_tokens: int = 0) -> Session | None:
+        """Record the end of a request, with any outcome. Return its session if that ends with it."""
         session = self._by_request.pop(request_id, None)
         if session is not None:
             session.tokens = 0 if session.waits else session.tokens + answer_tokens
             session.running, session.waits = "", False
             session.used_s = self._ended_s = self._clock()
-            self._count(self._tenants[session.tenant], session)
+            own = self._tenants[session.tenant]
+            self._count(own, session)
+            if session.closing:
+                self._forget(own, session, closed=True)
+                return session
+        return None
+
+    def close(self, tenant: str, name: str) -> list[Session]:
+        """End a tenant's sessions of a name; return those that have ended. One whose request runs ends with that."""
+        own = self._tenants.get(tenant, _Tenant())
+        named = [session for session in own.sessions if name and session.name == name]
+        for session in named:
+            session.closing = bool(session.running)
+            if not session.closing:
+                self._forget(own, session, closed=True)
+        return [session for session in named if not session.closing]
 
     def live(self, tenant: str) -> int:
         """Return the number of a tenant's sessions that run or will soon return."""
@@ -252,7 +279,8 @@ class Sessions:
     def live_until_s(self, session: Session, pace: float) -> float:
         """Return the time until which a session is live; infinite while one of its requests runs."""
         own = self._tenants[session.tenant]
-        return inf if session.running else session.used_s + min(own.hold_s, own.worth * session.own_tokens / pace)
+        held_s = 0.0 if session.left else min(own.hold_s, own.worth * session.own_tokens / pace)
+        return inf if session.running else session.used_s + held_s
 
     def held(self) -> Counter[str]:
         """Return the own tokens of the sessions that run or will soon return, by tenant with such sessions.
@@ -317,6 +345,7 @@ class Sessions:
         """Correct the sums of a tenant for a session that has changed."""
         own.drop(session)
         until_s = -inf if session.waits else self.live_until_s(session, self._pace)
+        session.left = not session.running and until_s <= self._clock()
         if until_s > self._clock():
             own.live[session] = until_s, session.own_tokens
             own.held_tokens += session.own_tokens
@@ -344,14 +373,17 @@ class Sessions:
         for tenant in list(self._live):
             own = self._tenants[tenant]
             while own.next_end_s() <= now_s:
-                own.drop(heappop(own.ends)[2])
+                session = heappop(own.ends)[2]
+                own.drop(session)
+                session.left = True
             if not own.live:
                 self._live.remove(tenant)
 
-    def _forget(self, own: _Tenant, session: Session) -> None:
+    def _forget(self, own: _Tenant, session: Session, *, closed: bool = False) -> None:
         own.sessions.remove(session)
         own.drop(session)
-        own.gone(session)
+        if not closed:  # else it says nothing about how soon others return
+            own.gone(session)
         self._by_request.pop(session.running, None)
         self._unused_tokens += session.own_tokens
         self._job_s.observe(session.used_s - session.began_s)
@@ -415,6 +447,10 @@ class SessionLimit:
                 sessions.drop(prompt.request_id)
                 wait_s = min(60.0, max(1.0, sessions.next_end_s(tenant) - self._clock()))
                 raise limit_reached(NAME, min(most, total - 1), most, "sessions", wait_s)
+
+    def close(self, tenant: str, name: str) -> None:
+        """End a tenant's sessions of a name."""
+        self._sessions.close(tenant, name)
 
     def _count(self, tenant: str, what: _Chain | None) -> tuple[int, bool]:
         moved = what is not None and self._sessions.leave(tenant, what.hashes, what.name)

@@ -394,6 +394,13 @@ class Engine(Protocol):
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
         return 0
 
+    def retire(self, last_block: bytes, shared_tokens: int) -> None:
+        """Evict a context first, as its session has ended: what it shares with no other (any thread).
+
+        ``last_block``: the hash of its last prompt's last full block; ``shared_tokens``: those that stay at least.
+        """
+        return
+
     def wake(self) -> None:
         """Check again whether each request's ``remote_kv`` is done (any thread)."""
         return

@@ -186,7 +186,7 @@ class Allowance:
         self._tenant = tenant
         self._limits = limits
         self._place = 0
-        self.at_end: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[], object]] = []
         """Called at the end, for what other limits count."""
         self._clock = clock
         self._begun_s = clock()

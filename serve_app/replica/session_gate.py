@@ -12,7 +12,7 @@ recomputes the blocks that the previous one evicted. Not thread-safe.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -207,7 +207,9 @@ class SessionGate:
             return self._engine.known_blocks(chain, (prompt_tokens - 1) // size) * size
 
         known = cached_tokens()
-        session = self.sessions.begin(request.request_id, request.tenant, chain, prompt_tokens, known, request.session)
+        session = self.sessions.begin(
+            request.request_id, request.tenant, chain, prompt_tokens, known, request.session, request.system_tokens
+        )
         decision = request.decision
         pulled_tokens = decision.pull_tokens if decision is not None and decision.pull_from else 0
         if not self._admission.waits(session, prompt_tokens - max(known, pulled_tokens), cached_tokens):
@@ -219,11 +221,16 @@ class SessionGate:
 
     def end(self, request_id: str, answer_tokens: int) -> None:
         """Note that a request has ended, successfully or not."""
-        self.sessions.end(request_id, answer_tokens)
+        session = self.sessions.end(request_id, answer_tokens)
         self._admission.forget(request_id)
         self._held.pop(request_id, None)
-        if self._held:
-            self._admit()
+        self._closed([session] if session is not None else [])
+
+    def close(self, tenant: str, name: str) -> int:
+        """End a tenant's sessions of a name, whose own blocks go first then; return how many have ended."""
+        sessions = self.sessions.close(tenant, name)
+        self._closed(sessions)
+        return len(sessions)
 
     def set_shares(self, shares: Mapping[str, float]) -> None:
         """Use these weights of tenants from now on."""
@@ -248,6 +255,13 @@ class SessionGate:
         """Yield counters and gauges."""
         yield from self.sessions.samples()
         yield from self._admission.samples()
+
+    def _closed(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            if session.marks:
+                self._engine.retire(session.marks[0][1], max(session.shared_tokens, session.system_tokens))
+        if self._held:
+            self._admit()
 
     def _admit(self) -> None:
         started = self._admission.admitted()

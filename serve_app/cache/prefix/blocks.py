@@ -97,7 +97,10 @@ class BlockPool:
 
 @dataclass(slots=True)
 class CachedBlock:
-    """One indexed block and its parent (None: the root). ``released_at``: the tick when it last became idle."""
+    """One indexed block and its parent (None: the root). ``released_at``: the tick when it last became idle.
+
+    ``last_child``: the block that was indexed last under it, which may be gone.
+    """
 
     block_hash: bytes
     block: int
@@ -106,6 +109,7 @@ class CachedBlock:
     scope: PrefixScope
     tenant: str
     children: int = 0
+    last_child: int = -1
     released_at: int = 0
     standing: Standing = Standing.ORDINARY
     prefix_digest: bytes = b""
@@ -194,7 +198,22 @@ class BlockIndex:
         self._by_hash[entry.block_hash] = self._by_block[entry.block] = entry
         self.xor ^= block_word(entry.block_hash)
         if entry.parent is not None:
-            self._by_block[entry.parent].children += 1
+            parent = self._by_block[entry.parent]
+            parent.children, parent.last_child = parent.children + 1, entry.block
+
+    def line_through(self, block_hash: bytes) -> list[int]:
+        """Return the blocks from the root to one, and those that continue it as long as nothing else does."""
+        entry = last = self._by_hash.get(block_hash)
+        line: list[int] = []
+        while entry is not None:
+            line.append(entry.block)
+            entry = None if entry.parent is None else self._by_block[entry.parent]
+        line.reverse()
+        while last is not None and last.children == 1:
+            child = self._by_block.get(last.last_child)
+            last = child if child is not None and child.parent == last.block else None
+            line += [last.block] if last is not None else []
+        return line
 
     def remove(self, entry: CachedBlock) -> CachedBlock | None:
         """Remove an entry without children, and return its parent's entry."""

@@ -141,7 +141,10 @@ class PrefixCache:
             self._place(entry, Standing.ORDINARY)
 
     def demote(self, blocks: Sequence[int]) -> int:
-        """Mark a matched prefix's idle, unshared tail for early eviction (another replica has it); return its size."""
+        """Mark a matched prefix's idle, unshared tail for early eviction; return its size.
+
+        Another replica has it, or its session has ended.
+        """
         demoted = 0
         self._ticks += 1
         for block in reversed(blocks):

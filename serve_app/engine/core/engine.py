@@ -26,7 +26,7 @@ from serve_app.engine.reports import EngineMeters, gauge_samples
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
 from serve_app.engine.settings import STALL_AFTER_S, EngineSettings
-from serve_app.engine.step import Runner, run_step
+from serve_app.engine.step import Runner, ceil_div, run_step
 
 _log = logging.getLogger(__name__)
 
@@ -136,6 +136,15 @@ class TorchEngine:
     def tell_cache(self, *, anew: bool = False) -> None:
         """See ``protocol.Engine``."""
         self._loop.call(lambda: self._events.send_digest(anew=anew))
+
+    def retire(self, last_block: bytes, shared_tokens: int) -> None:
+        """See ``protocol.Engine``."""
+        cache, first = self._cache, ceil_div(shared_tokens, self.settings.block_size)
+
+        def demote() -> None:
+            cache.demote(cache.index.line_through(last_block)[first:])
+
+        self._loop.post(demote)
 
     def wake(self) -> None:
         """Check again whether each request's ``remote_kv`` is done (any thread)."""

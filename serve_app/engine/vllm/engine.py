@@ -211,6 +211,9 @@ class VllmEngine:
         """Return how many of a chain's first ``most`` blocks are cached, as of vLLM's last events (any thread)."""
         return self._pool.count_held(block_hashes, most)
 
+    def retire(self, last_block: bytes, shared_tokens: int) -> None:
+        """Leave vLLM's order of eviction as it is: the context goes in its turn."""
+
     def wake(self) -> None:
         """Check again whether the KV that requests wait for has arrived (any thread)."""
         with self._lock:

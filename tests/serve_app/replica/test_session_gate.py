@@ -31,10 +31,15 @@ class Bench:
         self.gate = SessionGate(engine, config, clock=self.clock)
         self.told = Collector()
 
-    def submit(self, name: str, ids: TokenArray) -> bool:
+    def submit(self, name: str, ids: TokenArray, session: str = "", system_tokens: int = 0) -> bool:
         """Submit a request as a replica does; return whether it waits for space."""
         item: EngineRequest = request(name, ids, 4)
-        item = structs.replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
+        item = structs.replace(
+            item,
+            block_hashes=hash_blocks(item.root, item.token_ids, 16),
+            session=session,
+            system_tokens=system_tokens,
+        )
         held = self.gate.begin(item)
         self.engine.submit(structs.replace(item, remote_kv=held), self.told)
         return held is not None
@@ -88,6 +93,38 @@ async def test_time_alone_lets_it_start(bench: Bench) -> None:
     task = asyncio.create_task(bench.gate.run())
     await bench.ended("b")
     task.cancel()
+
+
+async def test_a_closed_session_makes_space_at_once(bench: Bench) -> None:
+    """One whose request runs closes with its end. Neither says anything about the pauses of others."""
+    assert not bench.submit("a", prompt(600), "one")
+    await bench.ended("a")
+    assert bench.submit("b", other(1), "two")
+    assert bench.gate.close("other", "one") == bench.gate.close("default", "none") == bench.gate.close("default", "") == 0
+    assert bench.engine.load().waiting_sequences == 1
+    assert bench.gate.close("default", "one") == 1
+    assert bench.gate.close("default", "two") == 0
+    await bench.ended("b")
+    assert bench.gate.sessions.all() == []
+    assert not bench.submit("c", other(2))
+    await bench.ended("c")
+
+
+async def test_a_closed_sessions_own_blocks_go_first_with_its_answer(make_engine: MakeEngine) -> None:
+    """What it shares with another session stays, and its system prompt, which nobody else has used yet."""
+    bench, system = Bench(make_engine(num_blocks=POOL_BLOCKS), wait_s=0.0), prompt(160)
+    alone, shares = (np.concatenate([head, other(3, 160)]) for head in (system, other(5, 160)))
+    beside = np.concatenate([other(5, 160), other(7, 160)])
+    for name, ids, tokens in (("alone", alone, 160), ("beside", beside, 0), ("shares", shares, 0)):
+        bench.submit(name, ids, name, tokens)
+        await bench.ended(name)
+    assert bench.gate.close("default", "alone") == bench.gate.close("default", "shares") == 1
+    bench.submit("new", other(9, 450))
+    await bench.ended("new")
+    chains = [hash_blocks(request("x", ids).root, ids, 16) for ids in (alone, shares, beside)]
+    held = [bench.engine.known_blocks(chain, 20) for chain in chains]
+    assert held[0] >= 10 and held[1] >= 10 and held[2] == 20
+    assert held[0] + held[1] < 30, "the oldest go first, but what is closed before them"
 
 
 async def test_a_request_that_leaves_while_waiting_holds_nothing(bench: Bench) -> None:

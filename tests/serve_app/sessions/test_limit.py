@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serve_app.config.tenants import TenantConfig
@@ -91,6 +91,8 @@ def test_a_session_too_many_is_refused_until_another_is_left(ingresses: int) -> 
 
 
 @settings(max_examples=150, deadline=None)
+@example(1, 1, [(0, word, pause_s) for word, pause_s in zip("vuuuuv", (0, 0, 0, 1, 0, 0.1875), strict=True)])
+@example(1, 1, [(0, word, pause_s) for word, pause_s in zip("vuuuuwv", (0, 0, 0, 1, 0, 0.1875, 0), strict=True)])
 @given(
     ingresses=st.integers(1, 3),
     most=st.integers(1, 4),
