@@ -64,8 +64,8 @@ def both_engines(
     torch.stop()
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 120
+def eventually(holds: Callable[[], bool], within_s: float = 120.0) -> None:
+    end_s = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end_s, "it did not happen in time"
         time.sleep(0.005)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks.common.server import marked_processes
-from benchmarks.gpu.run import ALONE, MORE, ROWS
+from benchmarks.gpu.run import ALONE, MORE, ROWS, START_S
 from tests.vllm.engines import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def benchmark(out: Path, rows: str) -> Iterator[tuple[subprocess.Popen[str], Sta
     )
     try:
         yield process, started
-        process.communicate(timeout=600)
+        process.communicate(timeout=1200)
     finally:
         process.kill()
         process.wait()
@@ -116,7 +116,7 @@ def test_a_terminated_run_leaves_its_rows_and_no_process(after: str, tmp_path: P
     out = tmp_path / "gpu.json"
     with benchmark(out, "first_token,decode") as (process, started):
         if after:
-            eventually(lambda: after in rows_of(out))
+            eventually(lambda: after in rows_of(out), START_S)
         else:
             eventually(lambda: any("raylet" in words for words in started.running().values()))
         process.send_signal(signal.SIGTERM)
@@ -127,7 +127,7 @@ def test_a_terminated_run_leaves_its_rows_and_no_process(after: str, tmp_path: P
 def test_a_killed_peer_costs_no_row_of_ours(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     with benchmark(out, "first_token,decode") as (_, started):
-        eventually(lambda: "the first servers" in rows_of(out))
+        eventually(lambda: "the first servers" in rows_of(out), START_S)
         (peer,) = (pid for pid, words in started.running().items() if "vllm.entrypoints" in words)
         psutil.Process(peer).kill()
     rows = rows_of(out)
