@@ -10,27 +10,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
-from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import (
-    get_block_hash,
-    get_request_block_hasher,
-    init_none_hash,
-    maybe_convert_block_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
 from serve_app.cache.prefix.quota import CACHE_ACTIVE_S
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
+from tests.vllm.live import SIZE, hasher
 
-SIZE = 4
 BLOCKS = 17
 """One of them is vLLM's null block."""
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
 
-init_none_hash(sha256)
-_hasher = get_request_block_hasher(SIZE, sha256)
 _names = itertools.count()
 
 STEPS = st.lists(
@@ -195,7 +187,7 @@ class Cache:
 def request_of(tenant: str, prompt: int, tokens: int) -> Any:
     ids = list(range(1000 * prompt, 1000 * prompt + tokens))
     params = SamplingParams(max_tokens=8)
-    return Request(f"r{next(_names)}", ids, params, None, cache_salt=tenant, block_hasher=_hasher)
+    return Request(f"r{next(_names)}", ids, params, None, cache_salt=tenant, block_hasher=hasher)
 
 
 @given(steps=STEPS, window=st.booleans())

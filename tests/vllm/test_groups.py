@@ -4,10 +4,8 @@ Requests of two tenants, behind public prompts or not, grow, end, are preempted 
 of a window are freed while their request runs. No engine is started.
 """
 
-import itertools
 import math
 import os
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +15,8 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
-from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -30,27 +25,21 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from router.directory import Directory
-from router.protocol.block_hash import PrefixScope, extend_chain
+from router.protocol.block_hash import PrefixScope
 from router.protocol.events import CacheDigest, TierDigest
 from router.vllm_events.batches import decode_batch
 from router.vllm_events.pool import VllmPool
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.scheduler import TenantScheduler
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
-from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args
-from tests.serve_app.engine.tiny import root_of
+from tests.vllm.live import SIZE, Live
 
-SIZE = 4
 BLOCKS = 41
 """One of them is vLLM's null block."""
 WEIGHTS = {"a": 1.0, "b": 2.0}
-
-init_none_hash(sha256)
-_hasher = get_request_block_hasher(SIZE, sha256)
-_names = itertools.count()
 
 
 def full(size: int = SIZE) -> KVCacheSpec:
@@ -83,23 +72,6 @@ ASKED = st.integers(0, 1), st.integers(1, 60), st.integers(1, 16)
 Asked = st.tuples(st.sampled_from("ab"), st.integers(0, 13), *ASKED)
 Others = st.tuples(st.sampled_from(("grow", "grow", "end", "end", "preempt", "reset")), st.integers(0, 20))
 Steps = st.lists(st.one_of(*[st.tuples(st.just("start"), Asked)] * 2, Others), min_size=10, max_size=50)
-
-
-@dataclass(eq=False)
-class Live:
-    """A request in vLLM's manager, and our side of it. ``chunk``: the tokens of a step of its prompt."""
-
-    tenant: str
-    scope: PrefixScope
-    request: Any
-    chunk: int
-
-    @property
-    def ids(self) -> Any:
-        return np.array(self.request.all_token_ids, np.int32)
-
-    def chain(self) -> bytes:
-        return extend_chain(root_of(self.scope), self.scope.public_blocks, self.ids, SIZE)
 
 
 class Served:
@@ -156,13 +128,10 @@ class Served:
     def asked(self, tenant: str, shared: int, prompt: int, tokens: int, chunk: int) -> Live:
         ids = np.array([*[5] * shared, *range(1000 * prompt, 1000 * prompt + tokens)], np.int32)
         scope = PrefixScope("m", salt=tenant.encode(), public_blocks=shared // SIZE)
-        root = root_of(scope)
-        params = SamplingParams(max_tokens=8, extra_args=scope_args(root, scope.public_blocks * SIZE))
-        name = f"r{next(_names)}"
-        request = Request(name, ids.tolist(), params, None, cache_salt=salt_of(root), block_hasher=_hasher)
+        one = Live.asked(tenant, scope, ids, chunk=chunk if not self.aligned else -(-chunk // SIZE) * SIZE)
         if self.blocks:
-            self.blocks.begin(request)
-        return Live(tenant, scope, request, chunk if not self.aligned else -(-chunk // SIZE) * SIZE)
+            self.blocks.begin(one.request)
+        return one
 
     def start(self, one: Live) -> None:
         """Read the cached blocks, which must be as many as predicted, and compute the rest in chunks."""

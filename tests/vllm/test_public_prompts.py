@@ -1,9 +1,8 @@
 """Public prompts, own salts, requests that store nothing, and the laws of scoped blocks, in a running vLLM."""
 
-import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, common_tokens, extend_chain, split_chain
 from router.vllm_events.batches import decode_batch
@@ -25,10 +23,10 @@ from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.engine.protocol import EngineRequest, Save
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
-from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args
 from tests.serve_app.engine.tiny import request, root_of, run_all
 from tests.vllm.engines import BLOCK, Both, both_engines, eventually, outputs_of, reset
-from tests.vllm.test_free_queue import BLOCKS, SIZE, Cache, _hasher
+from tests.vllm.live import SIZE, Live
+from tests.vllm.test_free_queue import BLOCKS, Cache
 
 OTHER = PrefixScope("tiny", salt=b"other")
 """A scope without a public prompt. Without a salt it would be the public scope itself."""
@@ -128,8 +126,6 @@ def test_a_save_behind_a_public_prompt_stays(both: Both) -> None:
 PROMPTS = ([7] * 14, [7] * 8 + [8] * 4)
 """The registered prompts: three blocks and a half, and three, of which two are the first one's."""
 
-_names = itertools.count()
-
 # Tenant, salt, a registered prompt and the number of its tokens, those behind it, store_kv.
 Asked = st.tuples(
     st.sampled_from("ab"),
@@ -141,26 +137,6 @@ Asked = st.tuples(
 )
 Others = st.tuples(st.sampled_from(("grow", "end", "end", "preempt", "reset", "later")), st.integers(0, 9))
 Steps = st.lists(st.one_of(*[st.tuples(st.just("start"), Asked)] * 2, Others), min_size=15, max_size=60)
-
-
-@dataclass(eq=False)
-class Live:
-    """A request in vLLM's manager, and our side of it."""
-
-    tenant: str
-    scope: PrefixScope
-    request: Any
-    store_kv: bool
-
-    @property
-    def ids(self) -> Any:
-        return np.array(self.request.all_token_ids, np.int32)
-
-    def chain(self) -> bytes:
-        return extend_chain(root_of(self.scope), self.scope.public_blocks, self.ids, SIZE)
-
-    def content(self, index: int) -> tuple[PrefixScope, bytes, bool]:
-        return self.scope.at(index), self.ids[: (index + 1) * SIZE].tobytes(), self.store_kv
 
 
 class Served:
@@ -203,12 +179,9 @@ class Served:
         ids = np.array([*prompt[:shared], *tail], np.int32)
         public = max(common_tokens(ids, np.array(known, np.int32)) for known in PROMPTS) // SIZE
         scope = PrefixScope("m", salt=f"{tenant}{salt}".encode(), public_blocks=public)
-        root = root_of(scope)
-        params = SamplingParams(max_tokens=8, extra_args=scope_args(root, public * SIZE, store_kv=store_kv))
-        name, cache_salt = f"r{next(_names)}", salt_of(root)
-        request = Request(name, ids.tolist(), params, None, cache_salt=cache_salt, block_hasher=_hasher)
-        self.blocks.begin(request)
-        return Live(tenant, scope, request, store_kv)
+        one = Live.asked(tenant, scope, ids, store_kv=store_kv)
+        self.blocks.begin(one.request)
+        return one
 
     def start(self, one: Live) -> None:
         """Read the cached blocks, which must be the predicted ones and its own, and compute the rest."""
