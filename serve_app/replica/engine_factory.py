@@ -79,11 +79,9 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     if kv_dtype not in ("float16", "bfloat16"):
         kv_dtype = dtype if kv_dtype == "auto" else "fp8"  # numbers of four bits are counted as eight
     model_config = _model_config(info.path, config.hf_overrides)
-    transfer = config.enable_prefix_caching and any(
-        (config.kv_pull, config.prewarm, config.handover, config.pin_budget)
-    )
+    copies = config.enable_prefix_caching and any((config.kv_pull, config.prewarm, config.handover))
     sizes = (config.block_size, *config.rank_sizes)
-    block_bytes = kv_bytes_per_block(model_config, kv_dtype, *sizes, grouped=not transfer)
+    block_bytes = kv_bytes_per_block(model_config, kv_dtype, *sizes, grouped=not copies)
     arguments = {name: value for name, value in config.engine_args.items() if name not in SPEC_ARGS}
     told = dict(arguments)
     unknown = any(name in vllm_refusals.OTHER_WEIGHTS or "offload" in name for name in arguments)
@@ -101,7 +99,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
         end_token_ids=info.eos_token_ids,
         block_bytes=block_bytes,
         model_fingerprint=fingerprint_with(info.fingerprint, told),
-        transfer=transfer,
+        copies=copies,
         pin_budget=config.pin_budget if config.enable_prefix_caching else 0.0,
         num_blocks=num_blocks,
         max_model_len=max_model_len(config, info),

@@ -43,7 +43,7 @@ def arguments() -> None:
     from serve_app.engine.vllm.event_endpoints import EventEndpoints
     from serve_app.engine.vllm.settings import VllmSettings, engine_arguments
 
-    settings = VllmSettings("m", num_blocks=9, block_bytes=1, transfer=True, lora=True)
+    settings = VllmSettings("m", num_blocks=9, block_bytes=1, copies=True, lora=True)
     given = engine_arguments(settings, EventEndpoints(Path("/run")), on_cpu=True)
     inspect.signature(AsyncEngineArgs).bind(**given)
     importlib.import_module("serve_app.engine.vllm.executor")

@@ -15,11 +15,11 @@ from router.directory import Directory
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
-from serve_app.engine.protocol import RequestTooLong
+from serve_app.engine.protocol import RequestTooLong, Save
 from serve_app.engine.vllm.engine import VllmEngine
 from serve_app.replica.engine_factory import make_engine
 from tests.serve_app.engine.tiny import request, run_all
-from tests.vllm.engines import BLOCK, eventually, prefix_of
+from tests.vllm.engines import BLOCK, eventually, outputs_of, prefix_of
 
 VOCAB = 211
 SIZES: dict[str, Any] = {
@@ -69,6 +69,11 @@ class Served:
     directory: Directory
     model: Any
 
+    @property
+    def longest(self) -> int:
+        """The tokens of a longest request, beside all saves."""
+        return min(self.engine.facts.max_model_len, self.engine._most_blocks * BLOCK)
+
     def check(self, ids: Any, tokens: list[int]) -> None:
         """Compare with the model's logits in transformers, without a prefix cache.
 
@@ -105,6 +110,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         device="cpu",
         enforce_eager=True,
         num_threads=1,  # with more, vLLM is wrong about sinks
+        pin_budget=0.0 if "convolutions" in request.param else 0.25,  # a state cannot be kept
     )
     directory = Directory(BLOCK)
     directory.add_replica("r")
@@ -161,10 +167,31 @@ def test_a_reset_forgets_all_groups(served: Served) -> None:
     assert run_all(served.engine, [request("again", ids)]).cached["again"] == 0  # type: ignore[arg-type]
 
 
+def test_a_save_outlives_a_flood_and_leaves_space_for_the_longest_request(served: Served) -> None:
+    """Of a window its last blocks are kept, at the save's end; layers stay in their groups."""
+    if served.engine.settings.pin_budget:
+        eventually(served.engine.reset_prefix_cache)
+        random, kept = np.random.default_rng(5), 6 * BLOCK
+        ids = random.integers(3, VOCAB, kept + 9, dtype=np.int32)
+        saved = structs.replace(request("save", ids), saves=(Save(b"s" * 16, kept),))
+        first = next(output.first for output in outputs_of(served.engine, saved) if output.first is not None)
+        assert first.save is not None and first.save.outcome == "saved"
+        for number, length in enumerate((700, 900, 800, 700, 900, served.longest - 4)):
+            flood = random.integers(3, VOCAB, length, dtype=np.int32)
+            run_all(served.engine, [request(f"flood {number}", flood, 4)])  # type: ignore[arg-type]
+        served.settle(200)
+        assert served.engine.known_blocks(prefix_of(ids).chain, 6) == 6
+        again = run_all(served.engine, [request("again", ids, 6)])  # type: ignore[arg-type]
+        assert again.cached["again"] == kept
+        served.check(ids, again.tokens["again"])
+        eventually(served.engine.reset_prefix_cache)
+        assert run_all(served.engine, [request("anew", ids, 6)]).cached["anew"] == 0  # type: ignore[arg-type]
+
+
 def test_the_longest_request_fits(served: Served) -> None:
     """vLLM lowers the length to what the pool holds in all groups; with windows alone that may exceed the pool."""
     eventually(served.engine.reset_prefix_cache)
-    longest = served.engine.facts.max_model_len
+    longest = served.longest
     full = {"mistral": 0, "lfm2": 1, "gpt_oss": 1, "gemma3_text": 1}[served.model.config.model_type]
     assert (longest < 4096) == bool(full)
     ids = np.random.default_rng(4).integers(3, VOCAB, longest - 6, dtype=np.int32)

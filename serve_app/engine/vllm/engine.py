@@ -7,6 +7,7 @@ import asyncio
 import math
 import threading
 import time
+from bisect import bisect
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -81,12 +82,10 @@ class VllmEngine:
         self._events = EventSubscriber(self._endpoints.publish, self._endpoints.replay, self._pool, event_sink)
         self.adapters = VllmAdapters(directory / "adapters", self._frontend, settings).slots
         self._jobs = JobRunner(self._frontend, self.adapters, self._copies)
-        self._saves = VllmSaves(settings, facts.num_blocks, self._pool, self._jobs.run, self._meters)
-        self._kept_blocks = self._saves.pins.budget_blocks
-        if self._kept_blocks and (drafting := settings.speculative_config):  # drafts need space beside saves
-            self._kept_blocks += ceil_div(drafting.get("num_speculative_tokens") or MOST_AHEAD, settings.block_size)
+        self._saves = VllmSaves(settings, facts, self._pool, self._jobs.run, self._meters)
+        self._most_blocks = self._longest()
         self.transfer = VllmMigration(
-            replace(settings, transfer=settings.transfer and "copies" not in off),
+            settings,
             facts,
             self._pool,
             self._saves.pins,
@@ -122,8 +121,7 @@ class VllmEngine:
             structs.replace(request, sampling=sampling),
             vocab_size=self.facts.vocab_size,
             max_model_len=self.facts.max_model_len,
-            # Without saves each request of the longest length fits, however few blocks its windows take.
-            max_blocks=self.facts.num_blocks - self._kept_blocks if self._kept_blocks else self.facts.max_model_len,
+            max_blocks=self._most_blocks,
             block_size=size,
         )
         told = tenant_args(request.tenant, request.order)
@@ -227,6 +225,21 @@ class VllmEngine:
             return False
         with self._lock:
             return not self._load.live or time.monotonic() - self._progress_s < STALL_AFTER_S
+
+    def _longest(self) -> int:
+        """Return the blocks of the longest prompt and answer that fit beside all saves, and beside drafts.
+
+        Without saves each request of the longest length fits, however few blocks its windows take.
+        """
+        facts, size = self.facts, self.settings.block_size
+        kept = self._saves.pins.budget_blocks * len(facts.groups)
+        if not kept:
+            return facts.max_model_len
+        ahead = int(self.settings.speculative_config.get("num_speculative_tokens") or MOST_AHEAD)
+        if self.settings.speculative_config:
+            kept += ceil_div(ahead, size) * len(facts.groups)
+        longest = range(facts.max_model_len // size + 2)
+        return bisect(longest, facts.num_blocks - kept, key=lambda blocks: facts.blocks_for(blocks * size)) - 1
 
     def _begin(self, live: LiveRequest) -> None:
         if not live.ended:

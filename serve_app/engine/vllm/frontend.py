@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from serve_app.config.engine import VLLM_MISSING, Capability
 from serve_app.engine.protocol import TokenLogprob
+from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.engine_args import check_drafts, parsed_engine_args
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.refusals import refused_card
@@ -32,12 +33,18 @@ class ModelFacts:
     """Facts that vLLM derives from settings. ``num_blocks``: without its null block.
 
     ``block_tokens``: of a longest request for each block that it holds; not the block size if layers form groups.
+    ``groups``: each one's block size, and the most blocks that a request holds there at once.
     """
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
     block_tokens: float
+    groups: tuple[tuple[int, int], ...]
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the most blocks, in all groups, that a request of so many tokens holds at once."""
+        return sum(min(ceil_div(tokens, size), most) for size, most in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +189,18 @@ class VllmFrontend:
         if settings.num_blocks is not None:  # vLLM then lowers the length to what fits, in all groups of layers
             wanted.model_config.original_max_model_len = -1
         self.llm = AsyncLLM.from_vllm_config(wanted, stat_loggers=[self._logger], disable_log_stats=True)
-        await self.llm.collective_rpc("begin_sampling", args=(settings.exact,))
+        kinds = (await self.llm.collective_rpc("begin_sampling", args=(settings.exact,)))[0]
         config = self.llm.vllm_config
         size = config.cache_config.block_size
         if size != settings.block_size:
             raise ValueError(f"vLLM computes this model in blocks of {size} tokens here; set block_size: {size}")
         model, blocks = config.model_config, config.cache_config.num_gpu_blocks
         tokens = config.cache_config.kv_cache_size_tokens or blocks * size
-        return ModelFacts(model.get_vocab_size(), model.max_model_len, blocks - 1, tokens / blocks)
+        ahead = 2 * config.scheduler_config.max_num_batched_tokens  # the steps in flight
+        groups = tuple(
+            (each, blocks if window is None else ceil_div(window + ahead, each) + 1) for each, window in kinds
+        )
+        return ModelFacts(model.get_vocab_size(), model.max_model_len, blocks - 1, tokens / blocks, groups)
 
 
 def _generated(output: Any, params: Any, prompt: list[int]) -> Generated:

@@ -86,7 +86,7 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
 def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool) -> list[str]:
     """Return the conflicts between these settings and a model's config.json.
 
-    Windows in some layers, beside full attention in others, cause none: with copies or pins vLLM keeps all their KV.
+    Windows in some layers, beside full attention in others, cause none: with copies vLLM keeps all their KV.
     """
     text: Mapping[str, Any] = fields.get("text_config") or fields
     kinds = set(text.get("layer_types") or text.get("layers_block_type") or ())
@@ -104,12 +104,13 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
         )
     if on_cpu and text.get("model_type") == "gpt_oss" and config.num_threads != 1:
         found.append("with several threads vLLM's CPU build computes attention sinks wrongly: set num_threads: 1")
-    moves = [name for name in ("kv_pull", "prewarm", "handover", "pin_budget") if getattr(config, name)]
-    if moves and (states or windowed):
+    moves = [name for name in ("kv_pull", "prewarm", "handover") if getattr(config, name)] if states or windowed else []
+    moves += ["pin_budget"] if states and config.pin_budget else []
+    if moves:
         feature = states[0] if states else f"a window of {text.get('sliding_window')} in every layer"
         found.append(
-            f"{', '.join(moves)}: a model with {feature} has no complete KV of a prefix, so it is neither copied nor "
-            "kept; leave it out"
+            f"{', '.join(moves)}: a model with {feature} has no complete KV of a prefix, so it is "
+            f"{'neither copied nor kept' if states else 'not copied'}; leave it out"
         )
     return found + refused_ranks(config, fields)
 

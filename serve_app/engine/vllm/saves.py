@@ -19,6 +19,7 @@ from serve_app.cache.prefix.pins import PinOutcome, Pins
 from serve_app.engine.pin_keeper import PinKeeper, WantedPin
 from serve_app.engine.protocol import Clock, EngineRequest, SaveResult
 from serve_app.engine.reports import EngineMeters
+from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import TransferJob
 
@@ -36,19 +37,20 @@ def block_number(block_hash: bytes) -> int:
 
 
 class VllmSaves:
-    """The saves of one engine with a pool of ``num_blocks``."""
+    """The saves of one engine. Each block of a prefix counts as one in every group of layers: windows keep less."""
 
     def __init__(
         self,
         settings: VllmSettings,
-        num_blocks: int,
+        facts: ModelFacts,
         pool: VllmPool,
         run: RunTransfer,
         meters: EngineMeters,
         clock: Clock = time.monotonic,
     ) -> None:
         budget = settings.pin_budget
-        self.pins = Pins(int(budget * num_blocks if budget < 1 else budget), settings.tenant_shares)
+        most = int(budget * facts.num_blocks if budget < 1 else budget) // max(1, len(facts.groups))
+        self.pins = Pins(most, settings.tenant_shares)
         self.recalled = 0
         self._size = settings.block_size
         self._pool = pool

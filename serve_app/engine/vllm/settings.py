@@ -53,8 +53,8 @@ class VllmSettings:
     end an answer. ``block_bytes``: bytes of one block's KV, in all ranks.
     ``num_blocks`` None: as many as ``kv_cache_bytes`` holds, or as ``gpu_memory_utilization`` leaves space for; not on
     a CPU. ``dtype``: "auto" is the model's own.
-    ``model_fingerprint``: of config and weights; ``transfer``: whether KV is copied to and from other replicas, or
-    pinned; ``pin_budget``: the limit of pins, as a part of the pool if below 1, else in blocks.
+    ``model_fingerprint``: of config and weights; ``copies``: whether KV is copied to and from other replicas;
+    ``pin_budget``: the limit of pins, as a part of the pool if below 1, else in its blocks.
     ``lora``: whether adapters are allowed. ``num_threads``: of the CPU build, in all ranks. ``tenant_shares``: weights
     by tenant. ``speculative_config``: vLLM's, empty without drafts.
     ``required_capabilities``: those without which vLLM does not start.
@@ -76,7 +76,7 @@ class VllmSettings:
     enable_prefix_caching: bool = True
     dtype: str = "auto"
     model_fingerprint: str = ""
-    transfer: bool = False
+    copies: bool = False
     pin_budget: float = 0.0
     enforce_eager: bool = False
     num_threads: int = 1
@@ -96,7 +96,7 @@ class VllmSettings:
         """Return the settings for a vLLM in which some capabilities are off."""
         return replace(
             self,
-            transfer=self.transfer and not {"copies", "saves"} <= set(off),
+            copies=self.copies and "copies" not in off,
             pin_budget=0.0 if "saves" in off else self.pin_budget,
             exact_resume="off" if "exact_resume" in off else self.exact_resume,
             speculative_config={
@@ -105,6 +105,11 @@ class VllmSettings:
                 if name != WHOLE_HITS or "draft_hits" not in off
             },
         )
+
+    @property
+    def transfer(self) -> bool:
+        """Whether vLLM gets a KV connector, for copies or pins."""
+        return self.copies or self.pin_budget > 0
 
     @property
     def exact(self) -> bool:
@@ -136,8 +141,8 @@ def engine_arguments(
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "prefix_caching_hash_algo": "sha256",  # collision-proof: vLLM compares no tokens
-        # Copies and pins need all KV in one group. Without them the layers' groups are vLLM's own.
-        "disable_hybrid_kv_cache_manager": True if settings.transfer else None,
+        # Copies need all KV in one group. Without them the layers' groups are vLLM's own.
+        "disable_hybrid_kv_cache_manager": True if settings.copies else None,
         "prefix_cache_retention_interval": None,  # else events of windows and states do not identify their blocks
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
@@ -179,7 +184,7 @@ def engine_arguments(
             "kv_connector_module_path": "serve_app.engine.vllm.transfer.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"directory": str(endpoints.directory)},
+            "kv_connector_extra_config": {"directory": str(endpoints.directory), "copies": settings.copies},
         }
     if blocks is not None:
         arguments["num_gpu_blocks_override"] = blocks + 1  # one is vLLM's null block

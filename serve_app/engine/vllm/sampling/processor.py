@@ -13,6 +13,7 @@ import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessor, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
@@ -40,8 +41,16 @@ class SamplingExtension:
     model_runner: Any
     vllm_config: Any
 
-    def begin_sampling(self, exact: bool) -> None:
-        """Complete the V1 runner, once, before the first request. ``exact``: draw each token by (seed, position)."""
+    def begin_sampling(self, exact: bool) -> list[tuple[int, int | None]]:
+        """Complete the V1 runner, once, before the first request. ``exact``: draw each token by (seed, position).
+
+        Returns the block size of each group of layers, and its window if it has one; 0 for a state.
+        """
+        self._complete(exact)
+        specs = [group.kv_cache_spec for group in self.model_runner.kv_cache_config.kv_cache_groups]
+        return [(spec.block_size, _window(spec)) for spec in specs]
+
+    def _complete(self, exact: bool) -> None:
         runner = self.model_runner
         if runner.device.type == "cpu":
             spare_base_rows()
@@ -65,6 +74,10 @@ class SamplingExtension:
         runner.sampler = RowSampler(runner.sampler, rows)
         if drafts:
             runner.rejection_sampler = DraftSampler(runner.sampler, self.vllm_config.speculative_config, runner.device)
+
+
+def _window(spec: Any) -> int | None:
+    return 0 if isinstance(spec, MambaSpec) else getattr(spec, "sliding_window", None)
 
 
 class ResumedRequest(CachedRequestState):  # type: ignore[misc]

@@ -12,13 +12,20 @@ import msgspec
 import numpy as np
 import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from serve_app.cache.kv_chain import KvPart
 from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, BlockRows, TransferJob, rank_file
 
 _log = logging.getLogger(__name__)
+
+_KEPT = frozenset({"full_attention", "mla_attention", "sliding_window", "sliding_window_mla"})
+"""Kinds of layers whose blocks can be pinned: a state is not a block of its own."""
 
 
 @dataclass
@@ -29,20 +36,23 @@ class StepCopies(KVConnectorMetadata):  # type: ignore[misc]
     saves: list[tuple[str, list[int]]] = field(default_factory=list)
 
 
-class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class WarmpathConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Both halves; vLLM creates one of each."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config
         kinds = [get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups]
-        if kinds not in (["full_attention"], ["mla_attention"]):
-            raise ValueError(
-                f"KV of {kinds} is neither copied nor kept: set kv_pull, prewarm, handover, pin_budget off"
-            )
+        self._copies = given["copies"]
+        if self._copies and kinds not in (["full_attention"], ["mla_attention"]):
+            raise ValueError(f"KV of {kinds} is not copied: set kv_pull, prewarm, handover off")
+        if not _KEPT.issuperset(kinds):
+            raise ValueError(f"KV of {kinds} is not kept: set pin_budget off")
+        self._sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         self._size = vllm_config.cache_config.block_size
         self._num_blocks = kv_cache_config.num_blocks
         self._parallel = vllm_config.parallel_config
-        self._directory = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["directory"])
+        self._directory = Path(given["directory"])
         self._loading: dict[str, int] = {}
         self._jobs: dict[str, TransferJob] = {}
         self._pins: dict[str, list[Any]] = {}
@@ -92,17 +102,25 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 copies.loads.append((job.file, list(new.block_ids[0][held - count : held]), held - count - job.first))
         return copies
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; only pinned blocks stay in use."""
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; only pinned blocks stay in use: of a window its last ones, at a prompt's end."""
         job = self._jobs.pop(request.request_id, None)
         if job is not None and job.kind == "pin" and request.num_computed_tokens >= job.end * self._size:
-            self._pins[job.file] = kept = [self._pool.blocks[block] for block in block_ids[: job.end]]
+            ends = [job.end * self._size // size for size in self._sizes]
+            blocks = [
+                self._pool.blocks[block] for group, end in zip(block_ids, ends, strict=True) for block in group[:end]
+            ]
+            self._pins[job.file] = kept = [block for block in blocks if not block.is_null]
             self._pool.touch(kept)
         self._loading.pop(request.request_id, None)
         return False, None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Store the worker's layers, and write a description of them."""
+        """Store the worker's layers, and write a description of them, for copies."""
+        if not self._copies:
+            return
         self._rows = rows = BlockRows(kv_caches, self._num_blocks)
         chip = _chip(next(iter(kv_caches.values())).device)
         axes = f"vllm {vllm.__version__} on {chip}: {rows.layout}"
@@ -111,8 +129,8 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load this step's files into their blocks; vLLM computes blocks that fail."""
-        assert self._rows is not None
         for file, block_ids, first in self._get_connector_metadata().loads:
+            assert self._rows is not None
             try:
                 own = rank_file(file, self._parallel.rank)
                 rows = np.fromfile(own, np.uint8).reshape(-1, self._rows.block_bytes)
@@ -134,8 +152,8 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Write this step's exports."""
-        assert self._rows is not None
         for file, block_ids in self._get_connector_metadata().saves:
+            assert self._rows is not None
             own = rank_file(file, self._parallel.rank)
             try:
                 self._rows.read(block_ids).tofile(own)

@@ -54,7 +54,7 @@ class VllmMigration:
         """Read the format of loadable KV from the workers' descriptions of their blocks in ``directory``."""
         # A job has one token more than its blocks, and generates one.
         self._most_blocks = (self.facts.max_model_len - 2) // self.settings.block_size
-        if self.settings.transfer:
+        if self.settings.copies:
             files = self._parts(str(self.directory / LAYOUT_FILE))
             parts = tuple(msgspec.json.decode(file.read_bytes(), type=KvPart) for file in files)
             self._format = KvFormat(f"{self.settings.model_fingerprint}/vllm", self.settings.block_size, parts)

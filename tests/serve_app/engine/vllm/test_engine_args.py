@@ -40,7 +40,7 @@ def test_arguments_that_would_break_a_promise_are_refused_by_name(name: str, tol
 
 def test_everything_that_warmpath_gives_vllm_is_refused() -> None:
     """Otherwise one of the two values would silently be ignored."""
-    settings = VllmSettings("m", num_blocks=2, transfer=True, lora=True)
+    settings = VllmSettings("m", num_blocks=2, copies=True, lora=True)
     given = engine_arguments(settings, EventEndpoints(Path("/run/private")), on_cpu=True)
     assert len(refused_engine_args(given)) == len(given)
 

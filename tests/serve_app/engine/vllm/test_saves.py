@@ -16,6 +16,7 @@ from router.vllm_events.pool import VllmPool
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.engine.protocol import EngineError, EngineRequest, Save, SaveResult
 from serve_app.engine.reports import EngineMeters
+from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import VllmSaves, block_number
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import TransferJob
@@ -54,11 +55,18 @@ class Vllm:
 
 
 class Made:
-    def __init__(self, budget: int = BUDGET, **weights: float) -> None:
+    def __init__(self, budget: float = BUDGET, groups: int = 1, **weights: float) -> None:
         self.now_s = 0.0
         self.vllm, self.meters, self.pool = Vllm(), EngineMeters(), VllmPool(SIZE, 100)
         settings = VllmSettings("m", block_size=SIZE, pin_budget=budget, tenant_shares=weights)
-        self.saves = VllmSaves(settings, 100, self.pool, self.vllm.run, self.meters, lambda: self.now_s)
+        self.saves = VllmSaves(
+            settings,
+            ModelFacts(9, 100, 100, SIZE, ((SIZE, 100),) * groups),
+            self.pool,
+            self.vllm.run,
+            self.meters,
+            lambda: self.now_s,
+        )
 
     async def settle(self) -> None:
         while self.saves._tasks:
@@ -211,3 +219,9 @@ async def test_a_save_of_another_replica_is_kept_with_its_remaining_time() -> No
         made.saves.renew(asked(4, 9))
         await made.settle()
         assert len(made.kept()) == left
+
+
+def test_a_budget_holds_saves_in_every_group_of_layers() -> None:
+    """The pool has 100 blocks, and each block of a prefix may take one in each group."""
+    for budget, groups, blocks in ((0.5, 1, 50), (0.5, 3, 16), (30, 3, 10)):
+        assert Made(budget, groups).saves.pins.budget_blocks == blocks

@@ -48,10 +48,12 @@ def test_pools_and_adapters_get_the_requested_space() -> None:
     assert not {"speculative_config", "async_scheduling"} & cpu.keys()
 
 
-def test_only_copies_and_pins_take_vllms_groups_from_a_windowed_model() -> None:
+def test_only_copies_take_vllms_groups_from_a_windowed_model() -> None:
     """vLLM then keeps all layers' KV in one group, as copies need it; otherwise the choice is vLLM's."""
     assert arguments()["disable_hybrid_kv_cache_manager"] is None
-    assert arguments(transfer=True)["disable_hybrid_kv_cache_manager"] is True
+    assert arguments(copies=True)["disable_hybrid_kv_cache_manager"] is True
+    assert arguments(pin_budget=0.2)["disable_hybrid_kv_cache_manager"] is None
+    assert "kv_transfer_config" in arguments(pin_budget=0.2)
     assert "async_scheduling" not in arguments(speculative_config={"method": "ngram"}), "vLLM knows best"
 
 
@@ -205,6 +207,19 @@ def test_settings_that_a_models_layers_rule_out_are_refused(
     config = AppConfig(engine="vllm", block_size=32, kv_pull=moves)
     found = refused_model(fields, config, on_cpu=on_cpu)
     assert found == [] if reason is None else len(found) == 1 and re.search(reason, found[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, ""),
+        ({"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"]}, ""),
+        (STATE, "pin_budget: a model with conv"),
+    ],
+)
+def test_windows_are_kept_and_states_are_not(fields: dict[str, Any], reason: str) -> None:
+    found = refused_model(fields, AppConfig(engine="vllm", block_size=32, pin_budget=0.5), on_cpu=True)
+    assert found == [] if not reason else len(found) == 1 and found[0].startswith(reason)
 
 
 class Vllm:

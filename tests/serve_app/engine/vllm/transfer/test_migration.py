@@ -61,12 +61,12 @@ class Pool:
                 Path(rank_file(str(directory / LAYOUT_FILE), rank)).write_bytes(msgspec.json.encode(part))
         self.directory = directory or Path("/none")
         self.held, self.pins, self.jobs = VllmPool(SIZE, 100, lambda: self.now_s), Pins(BLOCKS), list[TransferJob]()
-        self.migration = self.make(transfer=directory is not None)
+        self.migration = self.make(copies=directory is not None)
 
-    def make(self, *, transfer: bool) -> VllmMigration:
+    def make(self, *, copies: bool) -> VllmMigration:
         settings, facts = (
-            VllmSettings("m", block_size=SIZE, transfer=transfer, pipeline_parallel_size=3),
-            ModelFacts(VOCAB, 1000, BLOCKS, SIZE),
+            VllmSettings("m", block_size=SIZE, copies=copies, pipeline_parallel_size=3),
+            ModelFacts(VOCAB, 1000, BLOCKS, SIZE, ((SIZE, BLOCKS),)),
         )
         return VllmMigration(
             settings, facts, self.held, self.pins, self.directory, self.run,
@@ -255,7 +255,7 @@ def test_foreign_blocks_never_reach_vllm(tmp_path: Path) -> None:
     assert asker.held.count_held(own.chain, 6) == 6
     assert asker.migration.hot_prefixes().runs[0].hashes == own.chain, "it can be handed on"
     assert not list(asker.directory.glob("kv-[0-9]*"))
-    closed = asker.make(transfer=False)
+    closed = asker.make(copies=False)
     assert closed.export_prefix(own, 0, None) is None
     with pytest.raises(TransferError, match="takes no KV"):
         closed.import_part(part, own, 0)
