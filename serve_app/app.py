@@ -1,5 +1,6 @@
 """Builds the Serve application from settings, for `serve run serve_app:build_app` and config files."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,10 +8,11 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from serve_app.config.app import MAX_REPLICAS, AppConfig
+from serve_app.config.app import MAX_REPLICAS, AppConfig, deployment_of
 from serve_app.config.live import app_config
 from serve_app.ingress.broadcast import INGRESS_NAME
 from serve_app.ingress.ingress import Ingress
+from serve_app.ray_compat import keep_replicas
 from serve_app.replica.replica import Replica
 
 REPLICA_POLICY = "serve_app.autoscaling.controller:replica_policy"
@@ -25,17 +27,32 @@ def build_app(args: Mapping[str, Any] | AppConfig) -> Application:
     class would give other messages.
     """
     settings = args if isinstance(args, AppConfig) else app_config(args)
-    config, scaling, ingresses = settings.to_json(), settings.autoscaling, settings.ingress_replicas
-    scale: dict[str, Any] = {"num_replicas": settings.replicas}
+    served, ingresses = settings.served(), settings.ingress_replicas
     ingress_scale: dict[str, Any] = {"num_replicas": ingresses}
-    if scaling is not None:
-        # The policy obeys the settings in force; Serve's own bounds are wider.
-        scale = {"autoscaling_config": _autoscaling(REPLICA_POLICY, scaling.min_replicas, MAX_REPLICAS)}
+    if any(one.autoscaling is not None for one in served.values()):
         # The number is constant, but Serve collects figures only from deployments with a policy.
         ingress_scale = {"autoscaling_config": _autoscaling(INGRESS_POLICY, ingresses, ingresses)}
-    replica = serve.deployment(
+    return serve.deployment(
+        Ingress,
+        name=INGRESS_NAME,
+        **ingress_scale,
+        max_ongoing_requests=4096,
+        ray_actor_options={"num_cpus": settings.replica_num_cpus},
+        graceful_shutdown_timeout_s=settings.shutdown_timeout_s,
+        user_config={},
+    ).bind(settings.to_json(), *(_replicas(one, settings) for one in served.values()))
+
+
+def _replicas(settings: AppConfig, of: AppConfig) -> Application:
+    """Return the deployment of one served model, of those of an application."""
+    scale: dict[str, Any] = {"num_replicas": settings.replicas}
+    if settings.autoscaling is not None:
+        # The policy obeys the settings in force; Serve's own bounds are wider.
+        scale = {"autoscaling_config": _autoscaling(REPLICA_POLICY, settings.autoscaling.min_replicas, MAX_REPLICAS)}
+    own = {**settings.to_json(), "public_prompts": [], "prompts_dir": None, "aliases": {}, "fallback": None}
+    made = serve.deployment(
         Replica,
-        name="Replica",
+        name=deployment_of(settings.model_name, of),
         **scale,
         # Engines bound their queues, and ingresses bound waiting requests by tenant; Serve's bounds ignore tenants.
         max_ongoing_requests=settings.max_num_seqs + settings.max_waiting_requests + 16,
@@ -49,16 +66,10 @@ def build_app(args: Mapping[str, Any] | AppConfig) -> Application:
             request_router_class="router.serve.request_router.CacheAwareRouter",
             request_router_kwargs=settings.routing(),
         ),
-    ).bind({**config, "public_prompts": [], "prompts_dir": None})
-    return serve.deployment(
-        Ingress,
-        name=INGRESS_NAME,
-        **ingress_scale,
-        max_ongoing_requests=4096,
-        ray_actor_options={"num_cpus": settings.replica_num_cpus},
-        graceful_shutdown_timeout_s=settings.shutdown_timeout_s,
-        user_config={},
-    ).bind(config, replica)
+    ).bind(own)
+    if of.models:
+        keep_replicas(made, json.dumps(own, sort_keys=True))
+    return made
 
 
 def _autoscaling(policy: str, min_replicas: int, max_replicas: int) -> AutoscalingConfig:

@@ -3,6 +3,7 @@
 A message names the remedy. It never holds a stack trace, another tenant's data, or a path that is not an operator's.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -146,3 +147,15 @@ class GenerationFailed(WarmpathError):
 
     type = "server_error"
     code = "generation_failed"
+
+
+_EXCEPTION = re.compile(r"^(?P<kind>(?:\w+\.)*[A-Z]\w*): (?P<text>.+)$")
+
+
+def innermost(message: str) -> str:
+    """Return the last exception in a traceback, without the class if it is warmpath's; else the text itself."""
+    for line in reversed(message.strip().splitlines()):
+        if match := _EXCEPTION.match(line):
+            ours = match["kind"] == "ValueError" or match["kind"].startswith(("serve_app.", "router."))
+            return match["text"] if ours else line
+    return message.strip()

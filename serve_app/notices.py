@@ -1,6 +1,7 @@
 """An application's notice board in Ray's GCS: messages of a process to distant readers, or after its end.
 
-Notices are few and small, hold no prompt and no key, and outlive their writer. Every function waits for the GCS.
+Each of several models has a board of its own. Notices are few and small, hold no prompt and no key, and outlive their
+writer. Every function waits for the GCS.
 """
 
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from serve_app.config.app import REPLICAS
 from serve_app.ray_compat import kv_delete, kv_items, kv_put
 
 KEPT = 32
@@ -15,6 +17,16 @@ KEPT = 32
 
 SHOWN_KINDS = ("autoscaling", "configuration", "handover", "prewarm")
 """The kinds that operators see. The controller and replicas that may be gone left them."""
+
+
+def board_name(app_name: str, deployment: str) -> str:
+    """Return the name of a deployment's board: its application's, or that of its model if there are several."""
+    return f"{app_name}#{deployment}" if figures_prefix(deployment) else app_name
+
+
+def figures_prefix(deployment: str) -> str:
+    """Return what the names of an ingress' figures about a deployment begin with, "" for that of a single model."""
+    return f"{deployment}:" if deployment.startswith(f"{REPLICAS}-") else ""
 
 
 def post(app_name: str, kind: str, name: str, notice: dict[str, Any]) -> None:

@@ -5,13 +5,18 @@ Ray is imported late, because Serve reads its environment variables at import, a
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from router import __version__
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from ray.serve import Application
     from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 NODE_TOO_SLOW = "node timed out during startup"
@@ -78,6 +83,26 @@ def on_head_node() -> bool:
 
     own_id = ray.get_runtime_context().get_node_id()
     return any(node["NodeID"] == own_id and HEAD_NODE_RESOURCE_NAME in node["Resources"] for node in ray.nodes())
+
+
+def keep_replicas(application: Application, settings: str) -> None:
+    """Let a deploy of a config file restart an application's replicas only if its ``settings`` or Ray's env changed.
+
+    Serve would restart those of every deployment if any of the file's ``args`` changed.
+    """
+    import ray
+
+    env = dict(ray.get_runtime_context().runtime_env) if ray.is_initialized() else {}
+    known = json.dumps([settings, env, __version__], sort_keys=True, default=str)
+    version = hashlib.sha256(known.encode()).hexdigest()
+    deployment = application._bound_deployment
+    own = type(deployment._deployment_config)
+
+    class Kept(own):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, version if name == "version" else value)
+
+    deployment._deployment_config = Kept.model_construct(**dict(deployment._deployment_config))
 
 
 def find_serve_actor(name: str) -> Any:

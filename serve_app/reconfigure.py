@@ -12,9 +12,9 @@ from typing import Any
 
 from ray import serve
 
-from serve_app.config.app import AppConfig
-from serve_app.config.live import NO_TENANTS, BadSettings, app_config, changed_salts, overlaid
-from serve_app.notices import clear, post, remove
+from serve_app.config.app import REPLICAS, AppConfig
+from serve_app.config.live import NO_TENANTS, BadSettings, app_config, changed_salts, of_model, overlaid
+from serve_app.notices import board_name, clear, post, remove
 from serve_app.ray_compat import own_deployment
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,11 @@ class LiveSettings:
         context = serve.get_replica_context()
         self.args = app_config(args)
         # Serve calls `reconfigure` after the constructor, and an ingress' port may be open by then.
-        self.config = overlaid(self.args, own_deployment().user_config)
+        self.one_of_several = context.deployment.startswith(f"{REPLICAS}-")
+        self.config = self._overlaid(own_deployment().user_config)
         self.refused = 0
         self.why = ""
-        self._app_name = context.app_name
+        self._board_name = board_name(context.app_name, context.deployment)
         self._name = f"{context.deployment} {context.replica_id.unique_id}"
         self._lock = asyncio.Lock()
 
@@ -56,7 +57,7 @@ class LiveSettings:
         async with self._lock:
             before = self.config
             try:
-                config = overlaid(self.args, user_config)
+                config = self._overlaid(user_config)
                 if before.tenants and not config.tenants:
                     raise BadSettings([(("tenants",), NO_TENANTS)])
                 if config != before:
@@ -79,9 +80,13 @@ class LiveSettings:
                 await self._board(remove, self._name)
             return True
 
+    def _overlaid(self, user_config: Any) -> AppConfig:
+        mine = of_model(user_config, self.args.model_name) if self.one_of_several else user_config
+        return overlaid(self.args, mine)
+
     async def _board(self, change: Callable[..., None], *arguments: Any) -> None:
         """Change the notices of this kind, if the board can be reached."""
         try:
-            await asyncio.to_thread(change, self._app_name, KIND, *arguments)
+            await asyncio.to_thread(change, self._board_name, KIND, *arguments)
         except Exception:
             logger.exception("the notice board cannot be reached")

@@ -9,11 +9,12 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import AuthenticationFailed
@@ -121,7 +122,10 @@ class _Key:
 
 
 class Tenants:
-    """All tenants of a deployment. ``TenantsSection`` ensures that names and keys differ."""
+    """All tenants of a deployment. ``TenantsSection`` ensures that names and keys differ.
+
+    ``aliases``: other names of models, as they may stand in the tenants' lists, too.
+    """
 
     def __init__(
         self,
@@ -129,15 +133,24 @@ class Tenants:
         secret: bytes,
         *,
         operator_key_sha256: Sequence[str] = (),
+        aliases: Mapping[str, str] = MappingProxyType({}),
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self._secret = secret
         self._now_s = now_s
-        self.configure(configs, operator_key_sha256)
+        self.configure(configs, operator_key_sha256, aliases)
 
-    def configure(self, configs: Sequence[TenantConfig], operator_key_sha256: Sequence[str]) -> None:
-        """Replace tenants and operators. Authenticated requests stay authenticated."""
-        named = [(key, tenant) for config in configs for tenant in (_tenant(config),) for key in config.key_sha256]
+    def configure(
+        self,
+        configs: Sequence[TenantConfig],
+        operator_key_sha256: Sequence[str],
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Replace tenants and operators. Authenticated requests stay authenticated. ``aliases``: names of models."""
+        self.aliases = aliases
+        named = [
+            (key, tenant) for config in configs for tenant in (_tenant(config, aliases),) for key in config.key_sha256
+        ]
         self._keys = {
             (digest := bytes.fromhex(key.sha256)): _Key(
                 digest, tenant, key.expires.timestamp() if key.expires else None, key.revoked
@@ -211,8 +224,8 @@ class Tenants:
         return hmac.digest(self._secret, message, "sha256")
 
 
-def _tenant(config: TenantConfig) -> Tenant:
-    models = None if config.models is None else frozenset(config.models)
+def _tenant(config: TenantConfig, aliases: Mapping[str, str]) -> Tenant:
+    models = None if config.models is None else frozenset(aliases.get(name, name) for name in config.models)
     return Tenant(config.name, config.trust_group, models, config.store_kv)
 
 

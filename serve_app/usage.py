@@ -118,12 +118,15 @@ class Ledger:
         *,
         stored: bool,
         answered: bool = True,
+        block_size: int | None = None,
     ) -> int:
         """Count a prompt at its first token; return its tokens written to the cache, 0 unless ``stored``.
 
+        ``block_size``: of the model's cache, if it is another one than the ledger's.
         ``answered`` False: the computed part of a prompt whose request was left before its first token.
         """
-        whole = prompt_tokens // self._block_size * self._block_size if self._block_size and stored else 0
+        size = self._block_size if block_size is None else block_size
+        whole = prompt_tokens // size * size if size and stored else 0
         written_tokens = max(0, whole - cached_tokens)
         counts = Counts(0, int(answered and cached_tokens > 0), prompt_tokens, cached_tokens, written_tokens)
         self._add(UsageKey(self._day(), tenant, model, prompt), counts)

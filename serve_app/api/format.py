@@ -90,6 +90,7 @@ class AnswerHead:
 
     ``so_far``: the usage to report in every chunk. ``token_ids``: to report, too; None: not requested.
     ``repeated``: fields of the request that the answer repeats, in the API's shape. ``shows_reasoning``: a chat has it.
+    ``note``: a warning about the whole answer, "" for none.
     """
 
     answer_id: str
@@ -100,6 +101,7 @@ class AnswerHead:
     so_far: Callable[[], Usage] | None = None
     token_ids: TokenIds | None = None
     shows_reasoning: bool = True
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 Serve pickles a policy's module by value. This module is imported by reference, so its state survives a deploy.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 import time
@@ -16,9 +18,12 @@ from ray.serve.config import AutoscalingContext
 from router.protocol.autoscaling import IngressFigures, ReplicaFigures
 from serve_app.autoscaling.policy import CONTROL_PERIOD_S, ScalingDecision, State, decide
 from serve_app.autoscaling.signals import signals
-from serve_app.notices import post
+from serve_app.notices import board_name, figures_prefix, post
 
 logger = logging.getLogger("ray.serve")
+
+FROM_ZERO_S = 0.25
+"""The period of decisions without any replica: a request waits for the next one."""
 
 Raw = Mapping[str, Mapping[str, tuple[float, float]]]
 """By replica id and figure name: the time of the newest value, by its machine's clock, and the value."""
@@ -47,10 +52,15 @@ class _Newest:
 
 
 class Board:
-    """The board of one application. The controller's only thread calls it often."""
+    """The board of one application, or of one of its models. The controller's only thread calls it often.
 
-    def __init__(self, app_name: str) -> None:
-        self._app_name = app_name
+    ``name``: that of its notices. ``ingresses``: the application's board; ``prefix``: of this model's figures there.
+    """
+
+    def __init__(self, name: str, ingresses: Board | None = None, prefix: str = "") -> None:
+        self._name = name
+        self._at_ingresses = ingresses or self
+        self._prefix = prefix
         self._replicas, self._ingresses = _Newest(), _Newest()
         self._ingress_raw: Raw = {}
         self._state: State | None = None
@@ -79,15 +89,24 @@ class Board:
         now_s, current = time.monotonic(), int(ctx.target_num_replicas)
         if now_s < self._next_s:
             return current
-        self._next_s = now_s + CONTROL_PERIOD_S
+        self._next_s = now_s + (CONTROL_PERIOD_S if current else FROM_ZERO_S)
         replicas = self._replicas.aged(_newest(ctx), ReplicaFigures, now_s)
-        ingresses = self._ingresses.aged(self._ingress_raw, IngressFigures, now_s)
+        ingresses = self._ingresses.aged(self._of_ingresses(), IngressFigures, now_s)
         running = [replica.unique_id for replica in ctx.running_replicas]
         decision, self._state = decide(
             self._state, signals(current, running, replicas, list(ingresses.values())), now_s
         )
         self._tell(current, decision)
         return decision.target
+
+    def _of_ingresses(self) -> Raw:
+        """Return the ingresses' figures about this board's model."""
+        prefix = self._prefix
+        found = {
+            source: {name.removeprefix(prefix): value for name, value in figures.items() if name.startswith(prefix)}
+            for source, figures in self._at_ingresses._ingress_raw.items()
+        }
+        return {source: figures for source, figures in found.items() if figures}
 
     def _tell(self, current: int, decision: ScalingDecision) -> None:
         news = decision.reason if decision.reason in ("hold", "starting", "floor") else ""
@@ -97,16 +116,16 @@ class Board:
         if decision.target == current and not news:
             return
         change = f"{current} -> {decision.target} replicas" if decision.target != current else f"{current} replicas"
-        logger.info("autoscaling of %s: %s (%s): %s", self._app_name, change, decision.reason, decision.why)
+        logger.info("autoscaling of %s: %s (%s): %s", self._name, change, decision.reason, decision.why)
         # A thread calls Ray's store, because the controller's only thread must not block.
         notice: dict[str, Any] = {"from": current, **asdict(decision)}
         name = f"{decision.reason} {self._next_s:.0f}"
-        threading.Thread(target=_post, args=(self._app_name, name, notice), daemon=True).start()
+        threading.Thread(target=_post, args=(self._name, name, notice), daemon=True).start()
 
 
-def _post(app_name: str, name: str, notice: dict[str, Any]) -> None:
+def _post(board: str, name: str, notice: dict[str, Any]) -> None:
     try:
-        post(app_name, "autoscaling", name, notice)
+        post(board, "autoscaling", name, notice)
     except Exception:
         logger.exception("a notice of autoscaling could not be posted")
 
@@ -123,8 +142,9 @@ def _newest(ctx: AutoscalingContext) -> Raw:
 _boards: dict[str, Board] = {}
 
 
-def board_of(app_name: str) -> Board:
-    """Return an application's board, created on first use."""
-    if app_name not in _boards:
-        _boards[app_name] = Board(app_name)
-    return _boards[app_name]
+def board_of(app_name: str, deployment: str = "") -> Board:
+    """Return the board of an application, or of one of its models' deployments, created on first use."""
+    name, prefix = board_name(app_name, deployment), figures_prefix(deployment)
+    if name not in _boards:
+        _boards[name] = Board(name, board_of(app_name) if prefix else None, prefix)
+    return _boards[name]

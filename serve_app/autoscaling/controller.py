@@ -15,5 +15,5 @@ def ingress_policy(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 def replica_policy(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Return the target number of replicas."""
-    board = board_of(ctx.app_name)
+    board = board_of(ctx.app_name, ctx.deployment_name)
     return board.safely(ctx, board.target), {}

@@ -90,6 +90,8 @@ def decide(state: State | None, now: Signals, now_s: float) -> tuple[ScalingDeci
         state = replace(state, since_s=now_s, decided_s=now_s, wants=(), wanted_since_s=inf)
         return ScalingDecision(now.target, 0.0, "hold", now.fault), state
     bounds = now.bounds
+    if not now.target:
+        return _from_zero(now, bounds), State(now_s, now_s)
     state = _taken_in(state or State(now_s, now_s), now, bounds, now_s)
     work = _work(state, now, bounds, now_s)
     needed, cause, why = _needed(state, now, bounds, work)
@@ -103,6 +105,14 @@ def decide(state: State | None, now: Signals, now_s: float) -> tuple[ScalingDeci
             state, wants=(), wanted_since_s=inf, shrunk_s=now_s, shrunk_work=max(point[2] for point in state.needs)
         )
     return decision, state
+
+
+def _from_zero(now: Signals, bounds: Bounds) -> ScalingDecision:
+    """Return the decision without any replica: the first one starts for the first request, without delay."""
+    least = int(bounds.min_replicas)
+    if now.waiting or least:
+        return ScalingDecision(max(1, least), 1.0, "work", f"{now.waiting:.0f} requests wait for a first replica")
+    return ScalingDecision(0, 0.0, "steady", "no request waits")
 
 
 def _decision(
@@ -121,7 +131,7 @@ def _decision(
     highest = state.needs[0][1]
     enough = ceil(SHRINK_MARGIN * highest)
     if enough < target and _past(max(state.since_s, state.grown_s), bounds, now_s):
-        floor, purpose = _floor(now)
+        floor, purpose = _floor(now) if highest or least else (0, "")  # without any work, the last replica stops
         wanted = min(max(enough, floor, least), target)
         if wanted < target:
             said = f"at most {highest:.2f} were needed for {bounds.downscale_delay_s:g} s"

@@ -21,7 +21,7 @@ class Signals:
     decision is possible, or "". ``arrived_tokens``: by replica, all uncached tokens since its start; ``token_s``: a
     replica's time for one token; ``backlog_s``: the time for all waiting tokens. ``decoding``: sequences that run or
     wait; ``slots``: of one replica, 0: no bound. ``pool_tokens``, ``pin_budget_tokens``: of one replica.
-    ``hands_over``: whether pinned KV survives its replica.
+    ``hands_over``: whether pinned KV survives its replica. ``waiting``: requests at the ingresses without a place.
     """
 
     target: int
@@ -42,6 +42,7 @@ class Signals:
     requests: float = 0.0
     p90_ttft_s: float = 0.0
     p90_own_s: float = 0.0
+    waiting: float = 0.0
 
 
 def signals(
@@ -56,6 +57,8 @@ def signals(
     bounds = told[0] if told else None
     known = {name: replicas[name][1] for name in running if name in replicas and replicas[name][0] <= OLD_AFTER_S}
     fault = ""
+    if not running and not target and bounds is not None:
+        return Signals(0, 0, "", bounds, waiting=sum(one.waiting_requests for one in told))
     if not running:
         fault = "no replica runs"
     elif len(known) < len(running):

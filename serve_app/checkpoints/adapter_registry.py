@@ -1,7 +1,7 @@
 """The LoRA adapters of a deployment and their tenants. Copies agree by merging: for each name the latest stamp wins."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,12 @@ class AdapterRegistry:
         """Return whether the base model itself is among ``models``."""
         return models is None or self._model_name in models
 
+    def serves(self, name: str, tenant: str, models: Collection[str] | None = None) -> bool:
+        """Return whether a tenant may use the model or adapter of this name here."""
+        if name == self._model_name:
+            return self.base_visible(models)
+        return self._of(name, tenant, models) is not None
+
     def choose(
         self, model: str, lora_name: str | None, tenant: str, models: Collection[str] | None = None
     ) -> AdapterSpec | None:
@@ -94,8 +100,7 @@ class AdapterRegistry:
         chosen = self._of(model, tenant, models)
         if chosen is None and not is_base:
             known = [*([self._model_name] if base else []), *(spec.name for spec in self.visible(tenant, models))]
-            use = f"use {_listed(known)} (GET /v1/models lists all)" if known else "this key has no models"
-            raise ModelNotFound(f"The model {model[:200]!r} is not served here; {use}.", param="model")
+            raise no_such_model(model, known)
         if lora_name is None:
             return chosen
         named = self._of(lora_name, tenant, models)
@@ -138,6 +143,12 @@ def configured_adapters(paths: Mapping[str, Path], max_rank: int | None = None) 
         except AdapterError as error:
             raise AdapterError(f"the adapter {name!r} of the settings: {error}") from error
     return entries
+
+
+def no_such_model(name: str, known: Sequence[str]) -> ModelNotFound:
+    """Return the error for a name that is none of the caller's models."""
+    use = f"use {_listed(known)} (GET /v1/models lists all)" if known else "this key has no models"
+    return ModelNotFound(f"The model {name[:200]!r} is not served here; {use}.", param="model")
 
 
 def _listed(names: Iterable[str]) -> str:

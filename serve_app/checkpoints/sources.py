@@ -289,6 +289,17 @@ def with_local_model(config: AppConfig, say: Callable[[str], None]) -> AppConfig
     return config.model_copy(update={"model": str(path), "served_model_name": config.model_name, "revision": None})
 
 
+def with_local_models(config: AppConfig, say: Callable[[str], None]) -> AppConfig:
+    """Return the settings with each served model as ``with_local_model`` has it. Raises CheckpointError."""
+    if not config.models:
+        return with_local_model(config, say)
+    names = {"model", "served_model_name", "revision", "speculative_config", "engine_args"}
+    local = (with_local_model(one, say) for one in config.served().values())
+    changes = [one.model_dump(mode="json", include=names, exclude_unset=True) for one in local]
+    entries = [{**entry, **change} for entry, change in zip(config.models, changes, strict=True)]
+    return config.model_copy(update={"models": entries})
+
+
 def with_local_drafter(config: AppConfig) -> AppConfig:
     """Return the settings with the path of the model that drafts, if there is one. Raises CheckpointError."""
     drafting = config.drafting

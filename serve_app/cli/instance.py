@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
@@ -24,12 +23,12 @@ from serve_app.checkpoints.sources import SMOLLM2
 from serve_app.cli.local_ray import IDLE_TIMEOUT_S, answers, keep_token_private, local_environment
 from serve_app.cli.processes import end_descendants
 from serve_app.cli.supervisor import Launch
-from serve_app.config.app import AppConfig
+from serve_app.config.app import AppConfig, deployment_of
+from serve_app.errors import innermost
 from serve_app.ray_compat import NODE_TOO_SLOW, use_outside_of_replicas
 
 APP_NAME = "warmpath"
 HEALTHY_WITHIN_S = 300.0
-_EXCEPTION = re.compile(r"^(?P<kind>(?:\w+\.)*[A-Z]\w*): (?P<text>.+)$")
 
 
 class StartFailed(Exception):
@@ -109,12 +108,15 @@ def _serving(settings: AppConfig, launch: Launch, console: Console) -> Iterator[
 
         # Ray's own handler of SIGTERM exits at once; this process ends by an order instead.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with _step(console, f"[3/4] {settings.first_replicas} replicas and the ingress"):
+        served = settings.served()
+        first = sum(one.first_replicas for one in served.values())
+        with _step(console, f"[3/4] {first} replicas and the ingress"):
             http = {"host": launch.host, "port": launch.port, "keep_alive_timeout_s": IDLE_TIMEOUT_S}
             ray_serve.start(http_options=http, proxy_location="HeadOnly")
             target = ray_serve.RunTarget(build_app(settings), name=APP_NAME, route_prefix="/")
             ray_serve.run_many([target], wait_for_applications_running=False)
-            _wait_until_running(logs)
+            for name, why in _wait_until_running(served, settings, logs).items():
+                console.print(f"{name} does not start, and the others are served: {why}", style="red")
         with console.status("[4/4] waiting for /health"):
             _wait_healthy(f"{launch.url}/health", logs)
         console.print(f"[4/4] ready after {time.monotonic() - started_s:.0f} s; logs: {logs}")
@@ -130,7 +132,9 @@ def _start_ray(settings: AppConfig, verbose: bool, console: Console) -> Path:
     level = logging.INFO if verbose else logging.ERROR
     logging.getLogger("ray").setLevel(level)
     logging.getLogger("ray.serve").setLevel(level)
-    needed = (settings.most_replicas + settings.ingress_replicas) * max(settings.replica_num_cpus, 0.1)
+    served = settings.served().values()
+    needed = sum(one.most_replicas * max(one.replica_num_cpus, 0.1) for one in served)
+    needed += settings.ingress_replicas * max(settings.replica_num_cpus, 0.1)
     init = partial(
         ray.init,
         address="local",
@@ -150,9 +154,11 @@ def _start_ray(settings: AppConfig, verbose: bool, console: Console) -> Path:
         end_descendants(os.getpid())  # processes of the first try would continue otherwise
         context = init()
     keep_token_private()
-    gpus, wanted = ray.cluster_resources().get("GPU", 0), settings.first_replicas * settings.replica_num_gpus
+    gpus = ray.cluster_resources().get("GPU", 0)
+    wanted = sum(one.first_replicas * one.replica_num_gpus for one in served)
     if wanted > gpus:
-        raise StartFailed(f"{settings.first_replicas} replicas need {wanted:g} GPUs, and Ray finds {gpus:g} here")
+        first = sum(one.first_replicas for one in served)
+        raise StartFailed(f"{first} replicas need {wanted:g} GPUs, and Ray finds {gpus:g} here")
     return Path(context.address_info["session_dir"]) / "logs" / "serve"
 
 
@@ -171,17 +177,27 @@ def _drain(timeout_s: float, console: Console) -> None:
         console.print("an ingress could not be stopped in order; its answers break off")
 
 
-def _wait_until_running(logs: Path) -> None:
-    """Return when the application runs. Raises StartFailed at a constructor's first failure; Serve would retry."""
+def _wait_until_running(served: Mapping[str, AppConfig], settings: AppConfig, logs: Path) -> dict[str, str]:
+    """Return when the application runs, with the reasons of models that do not start, by name.
+
+    Raises StartFailed if none does: at a constructor's first failure; Serve would retry.
+    """
     from ray import serve as ray_serve
 
+    models = {deployment_of(name, settings): name for name in served}
     while True:
         status = ray_serve.status().applications[APP_NAME]
         if status.status == "RUNNING":
-            return
-        messages = {name: deployment.message for name, deployment in status.deployments.items()}
-        if why := failure(status.status, messages, status.message):
+            return {}
+        deployments = status.deployments
+        messages = {name: deployment.message for name, deployment in deployments.items()}
+        failed = {name: why for name in models if (why := failure("", {name: messages.get(name, "")}, ""))}
+        others = {name for name in deployments if name not in failed}
+        why = failure(status.status, messages, status.message)
+        if why and (not failed or len(failed) == len(models)):
             raise StartFailed(f"{why}\nlogs of Serve: {logs}")
+        if failed and all(deployments[name].status == "HEALTHY" for name in others):
+            return {models[name]: why.partition(": ")[2] for name, why in failed.items()}
         time.sleep(0.2)
 
 
@@ -195,15 +211,6 @@ def failure(status: str, deployments: Mapping[str, str], message: str) -> str | 
     return None
 
 
-def innermost(message: str) -> str:
-    """Return the last exception in a traceback, without the class if it is warmpath's; else the text itself."""
-    for line in reversed(message.strip().splitlines()):
-        if match := _EXCEPTION.match(line):
-            ours = match["kind"] == "ValueError" or match["kind"].startswith(("serve_app.", "router."))
-            return match["text"] if ours else line
-    return message.strip()
-
-
 def _wait_healthy(url: str, logs: Path) -> None:
     deadline_s = time.monotonic() + HEALTHY_WITHIN_S
     while time.monotonic() < deadline_s:
@@ -215,22 +222,27 @@ def _wait_healthy(url: str, logs: Path) -> None:
 
 def greeting(settings: AppConfig, url: str) -> str:
     """Return the text for a new user when the instance is ready: commands to paste, and notes on its limits."""
-    model_name = settings.model_name
+    served = settings.served()
+    model_name = next(iter(served))
     key = "YOUR_KEY" if settings.tenants else "none"
     auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.tenants else ""
     operators = "   (both with an operator key)" if settings.tenants or settings.operator_key_sha256 else ""
     request = {"model": model_name, "stream": True, "messages": [{"role": "user", "content": "Hello"}]}
     body = json.dumps({**request, "temperature": 0, "max_tokens": 32})
-    simulated = settings.engine_traits.simulated
+    models = {one.model for one in served.values()}
+    simulated = any(one.engine_traits.simulated for one in served.values())
     notes = {
-        "This model has random weights: it answers nonsense. Bring another with --model.": settings.model in RECIPES,
-        "SmolLM2-135M-Instruct writes full English sentences, which are not always true.": settings.model == SMOLLM2,
+        "This model has random weights: it answers nonsense. Bring another with --model.": models <= RECIPES.keys(),
+        "SmolLM2-135M-Instruct writes full English sentences, which are not always true.": SMOLLM2 in models,
         "simulated: no model runs; tokens are made up and times come from a cost model.": simulated,
         "No API keys are configured: every client of this port is the tenant `default`.": not settings.tenants,
     }
+    lines = [
+        f"warmpath serves {name} at {url} with {one.first_replicas} replicas (engine: {one.engine})\n"
+        for name, one in served.items()
+    ]
     return f"""\
-warmpath serves {model_name} at {url} with {settings.first_replicas} replicas (engine: {settings.engine})
-{"".join(f"{note}{chr(10)}" for note, holds in notes.items() if holds)}
+{"".join(lines)}{"".join(f"{note}{chr(10)}" for note, holds in notes.items() if holds)}
 curl -N {url}/v1/chat/completions{auth} -H 'Content-Type: application/json' -d '{body}'
 
 from openai import OpenAI

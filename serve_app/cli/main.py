@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 
 from router import __version__
 from serve_app.checkpoints.checkpoint import CheckpointError
-from serve_app.checkpoints.sources import resolve_model, with_local_model
+from serve_app.checkpoints.sources import resolve_model, with_local_models
 from serve_app.cli import bench as questions
 from serve_app.cli.checks.finding import Look
 from serve_app.cli.checks.machine import gpu_count, replica_gpus
@@ -145,13 +145,19 @@ def serve(
         for finding in findings(Look("start", settings, (host, port)), "settings", "port"):
             if finding.state == "problem":
                 fail(finding.sentence)
-        gpus, seen = replica_gpus(settings, gpu_count)
-        if seen.state == "problem":
-            fail(seen.sentence)
-        if seen.found:
-            console.print(seen.found)
-        if gpus:
-            settings = load(replica_num_gpus=gpus)
+        gpus: dict[int, int] = {}
+        for number, one in enumerate(settings.served().values()):
+            found, seen = replica_gpus(one, gpu_count)
+            if seen.state == "problem":
+                fail(seen.sentence)
+            if seen.found:
+                console.print(seen.found)
+            if found:
+                gpus[number] = found
+        if gpus and not settings.models:
+            settings = load(replica_num_gpus=gpus[0])
+        for number, found in gpus.items() if settings.models else ():
+            settings.models[number]["replica_num_gpus"] = found
     except ValueError as error:
         fail(str(error))
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
@@ -168,13 +174,14 @@ def serve(
 def with_model(settings: AppConfig) -> AppConfig:
     """Find, fetch or build the model; return the settings with it, or exit with 2 if they cannot be used."""
     try:
-        settings = with_local_model(settings, console.print)
+        settings = with_local_models(settings, console.print)
     except CheckpointError as error:
         fail(str(error))
     wrong = [finding.sentence for finding in findings(Look("start", settings), "model", "files")]
     if wrong:
         fail("\nerror: ".join(wrong))
-    console.print(f"[1/4] model {settings.model_name}: {resolve_model(settings.model)}")
+    for name, one in settings.served().items():
+        console.print(f"[1/4] model {name}: {resolve_model(one.model)}")
     return settings
 
 

@@ -12,7 +12,16 @@ from serve_app.config.engine import ENGINES, EngineSection, EngineTraits, LoraSe
 from serve_app.config.quantities import Bytes, Seconds
 from serve_app.config.tenants import TenantsSection
 
+Entry = dict[str, Any]
+"""One of `models`: the settings of its own, by name."""
+
 MAX_REPLICAS = 512
+MAX_MODELS = 64
+START_WAIT_S = 600.0
+"""The default of ``no_replica_wait_s`` with ``min_replicas: 0``: the first replica may load a large model."""
+
+REPLICAS = "Replica"
+"""The name of the deployment of a single model's replicas; those of one of several have names that begin with it."""
 
 _HTTP = re.compile(r"https?://[^\s/]+(/\S*)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
@@ -28,7 +37,9 @@ class AutoscalingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    min_replicas: int = Field(1, ge=1, le=MAX_REPLICAS, description="minimum, and number at the start")
+    min_replicas: int = Field(
+        1, ge=0, le=MAX_REPLICAS, description="minimum, and number at the start; 0: none without requests"
+    )
     max_replicas: int = Field(ge=1, le=MAX_REPLICAS, description="maximum")
     target_ttft_s: Seconds = Field(
         2.0, gt=0, le=600, description="target for the p90 of TTFT, but at least 1.1 times the p90 of own prefill"
@@ -88,6 +99,19 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id; default: its main branch")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own name")
+    models: list[Entry] = Field(
+        default_factory=list,
+        max_length=MAX_MODELS,
+        description="several models at one address: a map of settings for each, by which it differs from those outside",
+    )
+    aliases: dict[str, str] = Field(
+        default_factory=dict, description="other names of models and adapters: `{gpt-4o: qwen3-32b}`"
+    )
+    fallback: str | None = Field(
+        None,
+        description="in an entry of `models`: the model that answers while this one has no replica or its queue is "
+        "full; x-warmpath-warning says so",
+    )
     replicas: int = Field(2, ge=1, le=MAX_REPLICAS, description="number of engine replicas, without `autoscaling`")
     autoscaling: AutoscalingConfig | None = Field(None, description="replicas by load; default: fixed `replicas`")
     ingress_replicas: int = Field(1, ge=1, le=64, description="HTTP ingress replicas, each with its own router")
@@ -159,9 +183,29 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         own = traits.defaults | ({} if self.replica_num_gpus else traits.cpu_defaults)
         for needing in traits.lacks():
             own |= needing.off
+        if not self.first_replicas:
+            own["no_replica_wait_s"] = START_WAIT_S
         for name in own.keys() - set(self.model_fields_set):
-            setattr(self, name, own[name])
+            self.__dict__[name] = own[name]  # not as given: another engine has other defaults
         return self
+
+    def entries(self) -> list[Entry]:
+        """Return all settings of each of ``models``, for ``AppConfig.model_validate``: its own before those outside."""
+        outside = self.model_dump(mode="json", exclude_unset=True, exclude=_OF_NO_MODEL)
+        return [_joined(outside, entry) for entry in self.models]
+
+    def served(self) -> dict[str, Self]:
+        """Return the settings of each served model by its name; without ``models``, these of the only one."""
+        if not self.models:
+            return {self.model_name: self}
+        found: dict[str, Self] = {}
+        for entry, joined in zip(self.models, self.entries(), strict=True):
+            one = type(self).model_validate(joined)
+            if one.disk_cache_dir is not None and "disk_cache_dir" not in entry:
+                # A slot's blocks have one form, so a replica of another model would drop them.
+                one = one.model_copy(update={"disk_cache_dir": one.disk_cache_dir / slug(one.model_name)})
+            found[one.model_name] = one
+        return found
 
     @property
     def engine_traits(self) -> EngineTraits:
@@ -212,5 +256,33 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able copy for ``AppConfig.model_validate``."""
-        return self.model_dump(mode="json")
+        """Return a JSON-able copy for ``AppConfig.model_validate``; with ``models``, of the given settings alone."""
+        return self.model_dump(mode="json", exclude_unset=bool(self.models))
+
+
+SHARED = frozenset(TenantsSection.model_fields) - {"public_prompts", "prompts_dir"} | {
+    *("models", "aliases", "ingress_replicas", "allowed_hosts", "enable_docs", "otlp_endpoint", "max_body_bytes"),
+    "shutdown_timeout_s",
+}
+"""The settings that all models have in common, so no entry of `models` has them."""
+
+_OF_NO_MODEL = {"models", "served_model_name", "fallback"}
+
+
+def _joined(outside: Entry, entry: Entry) -> Entry:
+    """Return all settings of one of ``models``. What says how many replicas, or which weights, is of one piece."""
+    joined = {**outside, **entry}
+    for name, other in (("replicas", "autoscaling"), ("autoscaling", "replicas"), ("model", "revision")):
+        if name in entry and other not in entry:
+            joined.pop(other, None)
+    return joined
+
+
+def deployment_of(model: str, settings: AppConfig) -> str:
+    """Return the name of the Serve deployment of a served model's replicas."""
+    return f"{REPLICAS}-{slug(model)}" if settings.models else REPLICAS
+
+
+def slug(name: str) -> str:
+    """Return a model's name as a part of names of deployments, directories and notices."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", name)

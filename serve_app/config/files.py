@@ -74,6 +74,10 @@ def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
             rooted_settings[name] = path(value)
         elif (field := _DRAFTERS.get(name)) and isinstance(value, Mapping) and field in value:
             rooted_settings[name] = {**value, field: model(value[field])}
+        elif name == "models" and isinstance(value, list):
+            rooted_settings[name] = [
+                rooted(entry, directory) if isinstance(entry, Mapping) else entry for entry in value
+            ]
         elif name == "lora_adapters" and isinstance(value, Mapping):
             rooted_settings[name] = {adapter: path(where) for adapter, where in value.items()}
     return rooted_settings

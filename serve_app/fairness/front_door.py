@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from router.protocol.samples import Mean, Sample
-from serve_app.errors import RateLimited
+from serve_app.errors import Overloaded, RateLimited
 from serve_app.fairness.queue import Place, WaitingLine
 from serve_app.fairness.rate_limits import Allowance, TenantLimits
 from serve_app.fairness.shares import Budget, Shares
@@ -21,12 +21,14 @@ _FIRST_GUESS = 0.25
 """Uncached tokens per byte of body, for a new tenant."""
 _WEIGHT = 0.2
 """The weight of the newest request in a tenant's average."""
+START_AGAIN_S = 10.0
+"""When to send a request again that could not wait for a model's first replica."""
 
 
 class FrontDoor:
     """Admits requests. ``places``: the maximum of concurrent generations; ``max_waiting``: of queued requests;
     ``max_bytes``: of their bodies. ``Budget`` divides all three among tenants.
-    ``limits``: rate limits of tenants, even with free capacity; default: none.
+    ``limits``: rate limits of tenants, even with free capacity; default: none. ``starting``: there is no replica yet.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class FrontDoor:
         max_waiting: int,
         max_bytes: int,
         limits: TenantLimits | None = None,
+        starting: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._starting = starting
         self._limits = limits or TenantLimits()
         self.max_waiting = max_waiting
         self.max_bytes = max_bytes
@@ -69,7 +73,7 @@ class FrontDoor:
         try:
             self._limits.refuse(tenant)
             self._check(self._requests, tenant, 1)
-        except RateLimited as error:
+        except (RateLimited, Overloaded) as error:
             return {"refusal": error.shown_reason["reason"], "wait": None}
         reason = self._line.reason(tenant)
         return {"refusal": None, "wait": None if reason is None else reason.shown()}
@@ -93,12 +97,20 @@ class FrontDoor:
         return int(self._uncached[tenant].value * body_bytes)
 
     def _check(self, budget: Budget, tenant: str, amount: int) -> None:
-        """Raise RateLimited unless a tenant may take ``amount``. The message blames the tenant or the total load."""
+        """Raise RateLimited, or Overloaded while no replica has started, unless a tenant may take ``amount``.
+
+        The message blames the tenant or the total load.
+        """
         answer = budget.verdict(tenant, amount)
         if answer != "granted":
             raise self._refusal(budget, tenant, own=answer == "over_share")
 
-    def _refusal(self, budget: Budget, tenant: str, *, own: bool, code: str | None = None) -> RateLimited:
+    def _refusal(self, budget: Budget, tenant: str, *, own: bool, code: str | None = None) -> RateLimited | Overloaded:
+        if self._starting():
+            message = "The model's first replica is starting, and no more requests can wait for it; send this one again"
+            again_s, reason = START_AGAIN_S, budget.reason(tenant)
+            message = f"{message} after {again_s:.0f} s."
+            return Overloaded(message, code="model_starting", retry_after_s=again_s, reason=reason)
         retry_after_s, unit = self._line.retry_after_s(tenant), "bytes" if budget is self._bytes else "requests"
         again = f"send this one again after {ceil(retry_after_s)} s"
         message = f"There is no capacity for your request: too many {unit} wait for an answer already; {again}."
@@ -131,6 +143,17 @@ class Arrival:
         self._door._check(self._door._bytes, self._tenant, size_bytes)
         self._door._bytes.take(self._tenant, size_bytes)
         self.body_bytes += size_bytes
+
+    def move(self, door: FrontDoor) -> None:
+        """Wait at another door from now on. Raises the errors of ``FrontDoor.arrive``, and stays here then."""
+        door._shares.touch(self._tenant)
+        door._check(door._requests, self._tenant, 1)
+        door._check(door._bytes, self._tenant, self.body_bytes)
+        for budget, amount in ((self._door._requests, 1), (self._door._bytes, self.body_bytes)):
+            budget.give_back(self._tenant, amount)
+        door._requests.take(self._tenant, 1)
+        door._bytes.take(self._tenant, self.body_bytes)
+        self._door = door
 
     async def turn(self, choices: int, order: int = 0, *, flex: bool = False) -> None:
         """Wait for a place for ``choices`` generations, or for the tenant's whole share if that is less.

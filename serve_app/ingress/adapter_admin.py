@@ -57,12 +57,13 @@ class UnloadAdapterBody(JsonBody):
 
 @dataclass(slots=True)
 class AdapterAdmin:
-    """Changes the adapters of a deployment. ``config``: the settings in force."""
+    """Changes the adapters of a deployment. ``config``: the settings in force; ``taken``: names of other models'."""
 
     config: AppConfig
     registry: AdapterRegistry
     tell_replicas: Tell
     tell_ingresses: Tell
+    taken: Callable[[str], bool] = lambda _: False
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def configure(self, config: AppConfig) -> None:
@@ -85,6 +86,8 @@ class AdapterAdmin:
             raise InvalidRequest(f"There is no tenant {unknown[0][:64]!r}.", param="tenants")
         if name == self.config.model_name:
             raise InvalidRequest(f"{name!r} is the base model's name; choose another.", param="lora_name")
+        if name in self.config.aliases or (self.registry.get(name) is None and self.taken(name)):
+            raise InvalidRequest(f"{name!r} names another model or adapter; choose another.", param="lora_name")
         where = self._confined(path)
         async with self._one_at_a_time:
             before = self.registry.get(name)

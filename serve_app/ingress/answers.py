@@ -167,6 +167,11 @@ def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
     meter = answer.meter
     prompt = meter.generations[0].prompt_ref
     unenforced = meter.generations[0].warning
-    warnings = save_warning(save, meter.usage.asked_by), ignored_fields(meter.request.unknown), unenforced
+    warnings = (
+        save_warning(save, meter.usage.asked_by),
+        ignored_fields(meter.request.unknown),
+        unenforced,
+        answer.head.note,
+    )
     headers = {"x-warmpath-prompt": prompt, WARNING: "; ".join(filter(None, warnings))}
     return {name: value for name, value in headers.items() if value}

@@ -5,6 +5,7 @@ import ctypes
 import logging
 import os
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
 from serve_app.cache_misses import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
+from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources import load_served_model
 from serve_app.config.app import AppConfig
@@ -38,6 +40,7 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.connections import CALLBACK, CLIENT_HEADERS
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
+from serve_app.ingress.models import BODIES, Models
 from serve_app.ingress.observe.answer_meter import (
     Observers,
     charge_unanswered,
@@ -50,11 +53,11 @@ from serve_app.ingress.observe.answer_meter import (
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.reports import SessionList
 from serve_app.ingress.prompts import PromptAdmin, Warmer
-from serve_app.ingress.services import BODIES, Access, Catalog, Fleet, Records, Services, limits_of
+from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services, limits_of
 from serve_app.live.live import Live
 from serve_app.live.prefixes import PrefixTable
 from serve_app.live.tally import RATES
-from serve_app.notices import read_shown
+from serve_app.notices import board_name, figures_prefix, read_shown
 from serve_app.prompts.registry import Prompts, PromptTraffic
 from serve_app.ray_compat import on_head_node
 from serve_app.replica.token_channel import TokenReceiver
@@ -62,7 +65,7 @@ from serve_app.sessions import SessionLimit
 from serve_app.stored import URL_VARIABLE, StorageLimits, StoredResponses, open_database
 from serve_app.tenants import Tenants, load_secret, own_state_dir
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from serve_app.tracing import open_tracer
+from serve_app.tracing import Tracer, open_tracer
 from serve_app.usage import Ledger, Ledgers
 
 logger = logging.getLogger(__name__)
@@ -72,59 +75,153 @@ _M_MMAP_THRESHOLD = -3
 """Source: glibc's malloc.h. Once set, malloc no longer raises it to the size of the largest freed buffer."""
 
 
-async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentHandle) -> Services:
-    """Build an ingress; its router connects in the background. ``args``: the settings of Serve's own router."""
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What all models of an ingress have in common. ``config``: all settings; ``args``: those of Serve's routers.
+
+    ``entrance``: where requests arrive. ``metrics``: what is counted of no model, or of the only one.
+    """
+
+    config: AppConfig
+    app_name: str
+    name: str
+    secret: bytes
+    tenants: Tenants
+    shares: Shares
+    workers: FairWorkers
+    metrics: IngressMetrics
+    observers: Observers
+    drain: Drain
+    limits: TenantLimits
+    guard: RouteGuard
+    broadcast: Broadcast
+    receiver: TokenReceiver
+    tracer: Tracer | None
+    ledger: Ledger
+    usage: Ledgers
+    history: MessageHistory
+    stored: StoredResponses | None
+
+
+async def make_services(config: AppConfig, args: AppConfig, *replicas: DeploymentHandle) -> Services:
+    """Build an ingress; its routers connect in the background. ``args``: the settings of Serve's own routers.
+
+    ``replicas``: those of each served model. One of several models that cannot be served leaves the others.
+    """
+    common = await _make_common(config, replicas[0])
+    if not config.models:
+        return await _make_model(common, config, args, replicas[0])
+    door = FrontDoor(
+        common.shares,
+        places=lambda: 1,  # none is taken there
+        max_waiting=config.max_queued_requests,
+        max_bytes=BODIES * config.max_body_bytes,
+        limits=common.limits,
+    )
+    models = Models(config.aliases, door, common.metrics, common.broadcast)
+    for (name, own), own_args, replica in zip(config.served().items(), args.served().values(), replicas, strict=True):
+        try:
+            models.served[name] = await _make_model(common, own, own_args, replica, models)
+        except (ValueError, OSError) as error:
+            logger.exception("the model %s is not served", name)
+            models.down[name] = str(error)
+    if not models.served:
+        raise CheckpointError("; ".join(f"{name}: {why}" for name, why in models.down.items()))
+    return models.first
+
+
+async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
     return_large_buffers()
     context = serve.get_replica_context()
     app_name, name = context.app_name, context.replica_id.unique_id
-    info = await asyncio.to_thread(load_served_model, config)
     secret = load_secret(secret_file=config.secret_file)
-    tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256)
+    tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256, aliases=config.aliases)
     if tenants.open:
         logger.warning("no tenants are configured: every client of this port is the tenant `default`")
     if not os.environ.get(CALLBACK):
         logger.warning("no bounds of slow clients, and headers can steer Ray: set %s=%s", CALLBACK, CLIENT_HEADERS)
     shares = Shares(config.cache_shares)
-    workers = FairWorkers(shares)
-    tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)
-    adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
-    adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank))
     metrics, drain = IngressMetrics(), Drain()
     metrics.expect(tenants.by_name)
-    prefixes = PrefixTable(config.block_size, lambda: len(tenants.by_name))
-    lengths = limits_of(config, max_model_len(config, info))
     broadcast = Broadcast(replica, app_name, config.ingress_replicas)
     levels = Levels(name, config.ingress_replicas, broadcast.levels)
     limits = TenantLimits(config.tenants, config.ingress_replicas, levels=levels)
+    observers = Observers(refused=[metrics.refused], missed=[metrics.missed])
+    ledger = await asyncio.to_thread(Ledger, config.usage_file, config.block_size)
+    return _Common(
+        config,
+        app_name,
+        name,
+        secret,
+        tenants,
+        shares,
+        FairWorkers(shares),
+        metrics,
+        observers,
+        drain,
+        limits,
+        RouteGuard(tenants, metrics, drain, limits, config.allowed_hosts, observers),
+        broadcast,
+        TokenReceiver(ray.util.get_node_ip_address()),
+        open_tracer(config.otlp_endpoint, "ingress", name),
+        ledger,
+        Ledgers(ledger, broadcast.ingresses),
+        MessageHistory(complete=config.ingress_replicas == 1),
+        await stored_responses(config, secret, FairWorkers(shares)),
+    )
+
+
+async def _make_model(
+    common: _Common, config: AppConfig, args: AppConfig, replica: DeploymentHandle, several: Models | None = None
+) -> Services:
+    """Build the part of an ingress for one served model, of ``several``, with the model's own settings.
+
+    Raises ValueError and OSError for a model that cannot be served.
+    """
+    tenants, shares, workers, limits = common.tenants, common.shares, common.workers, common.limits
+    app_name, tracer, model = common.app_name, common.tracer, config.model_name
+    info = await asyncio.to_thread(load_served_model, config)
+    tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)
+    adapters = AdapterRegistry(model, current=not config.allow_runtime_lora)
+    adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank))
+    metrics, observers = common.metrics, common.observers
+    if several is not None:
+        metrics = IngressMetrics()
+        metrics.expect(tenants.by_name)
+        observers = Observers(refused=[metrics.refused], missed=[metrics.missed])
+    prefixes = PrefixTable(config.block_size, lambda: len(tenants.by_name))
+    lengths = limits_of(config, max_model_len(config, info))
+    broadcast = common.broadcast
+    if several is not None:
+        broadcast = Broadcast(replica, app_name, config.ingress_replicas, model)
     preparer = Preparer(
-        info, tokenizer, tenants, secret, adapters, lengths, prompts,
+        info, tokenizer, tenants, common.secret, adapters, lengths, prompts,
         workers=workers, simulated=config.engine_traits.simulated,
     )  # fmt: skip
     deployment = deployment_key(app_name, replica.deployment_name)
+    board = board_name(app_name, replica.deployment_name)
     core = core_for(deployment, RouterSettings.from_json(args.routing()))
     core.configure(RouterSettings.from_json(config.routing()))
     SessionLimit(limits, config.block_size, lambda: core.loads.prefill_tokens_per_s)
     caller = ray.get_runtime_context().get_actor_name() or ""
-    receiver = TokenReceiver(ray.util.get_node_ip_address())
-    tracer = open_tracer(config.otlp_endpoint, "ingress", name)
     live = Live(
-        name,
+        common.name,
         core,
         prefixes,
         lambda: about(services.config),
-        partial(read_shown, app_name),
+        partial(read_shown, board),
         broadcast.ingresses,
         metrics,
     )
-    observers = Observers(delivered=[live.delivered], refused=[metrics.refused], missed=[metrics.missed])
+    observers.delivered.append(live.delivered)
     block_size = config.block_size if config.enable_prefix_caching else 0
-    ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
+    charge = partial(charge_unanswered, common.ledger, block_size=block_size)
     dispatcher = Dispatcher(
-        replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, receiver.inbox, tracer,
-        observers.delivered, Aborts(replica, partial(charge_unanswered, ledger)).note,
+        replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, common.receiver.inbox,
+        tracer, observers.delivered, Aborts(replica, charge).note,
     )  # fmt: skip
     prompt_traffic = PromptTraffic(partial(prompts.least_tokens, block_size=config.block_size))
-    warmer = Warmer(prompts, preparer, tenants, core, dispatcher.generate, config.model_name)
+    warmer = Warmer(prompts, preparer, tenants, core, dispatcher.generate, model)
     prompt_admin = PromptAdmin(
         prompts, prompt_traffic, warmer, preparer, tokenizer, config.prompts_dir, broadcast.ingresses
     )
@@ -134,8 +231,9 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         max_waiting=config.max_queued_requests,
         max_bytes=BODIES * config.max_body_bytes,
         limits=limits,
+        starting=lambda: not core.replica_ids and services.config.first_replicas == 0,
     )
-    observe_usage(observers, ledger, metrics)
+    observe_usage(observers, common.ledger, metrics, block_size)
     observe_prompts(observers, prompt_traffic)
     observe_costs(observers, front_door)
     if config.explain_misses and config.enable_prefix_caching:
@@ -149,43 +247,41 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     )  # fmt: skip
     if readers.unread:
         logger.warning("requests with tools are refused: %s", readers.unread)
+    completions = Completions(
+        config, preparer, dispatcher, tokenizer, readers, observers, metrics, front_door, workers, common.drain
+    )
+    admin = AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses)
+    if several is not None:
+        completions.entrance, completions.choose = several.entrance, several.choose
+        admin.taken = several.taken
     services = Services(
         config,
         app_name,
-        name,
-        Access(
-            tenants,
-            RouteGuard(tenants, metrics, drain, limits, config.allowed_hosts, observers),
-            shares,
-            limits,
-            front_door,
-            drain,
-        ),
+        common.name,
+        Access(tenants, common.guard, shares, limits, front_door, common.drain),
         Catalog(
-            model_body(config.model_name, int(time.time()), lengths.max_model_len),
+            model_body(model, int(time.time()), lengths.max_model_len),
             tokenizer,
             preparer,
             adapters,
-            AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses),
+            admin,
             prompts,
             prompt_admin,
         ),
         Fleet(
             core,
             broadcast,
-            receiver,
-            run_in_background(partial(broadcast.connect, adapters, prompt_admin.learn)),
+            common.receiver,
+            run_in_background(
+                partial(broadcast.connect, adapters, prompt_admin.learn, from_zero=not config.first_replicas)
+            ),
             SessionList(broadcast.replicas),
+            board,
+            figures_prefix(replica.deployment_name),
         ),
-        Records(
-            metrics,
-            live,
-            Ledgers(ledger, broadcast.ingresses),
-            MessageHistory(complete=config.ingress_replicas == 1),
-            tracer,
-            await stored_responses(config, secret, FairWorkers(shares)),
-        ),
-        Completions(config, preparer, dispatcher, tokenizer, readers, observers, metrics, front_door, workers, drain),
+        Records(metrics, live, common.usage, common.history, tracer, common.stored),
+        completions,
+        several=several,
     )
     return services
 
@@ -227,7 +323,7 @@ def places(config: AppConfig, replicas: int) -> int:
     Replicas may queue half as many sequences as they run; more would only make turns longer.
     """
     by_replica = config.max_num_seqs + min(config.max_waiting_requests, (config.max_num_seqs + 1) // 2)
-    return max(1, max(config.first_replicas, replicas) * by_replica // config.ingress_replicas)
+    return max(1, max(config.first_replicas, replicas, 1) * by_replica // config.ingress_replicas)
 
 
 def _load_tokenizer(path: Path, config: AppConfig, workers: FairWorkers) -> tuple[PromptTokenizer, Prompts]:

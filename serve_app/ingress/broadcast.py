@@ -8,30 +8,45 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from router.protocol.request import NoReplicaLeft
+from router.serve.core_registry import running_replicas
+from router.serve.request_router import deployment_key
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
+from serve_app.errors import innermost
 from serve_app.fairness.levels import LevelAnswer, LevelQuestion
 
 logger = logging.getLogger(__name__)
 
 INGRESS_NAME = "Ingress"
+NONE_S = 3.0
+"""After this time without an answer, a deployment that may have no replica has none."""
 LEVEL_S = 2.0
 """The longest wait of a request for the other ingresses' counts."""
 
 
 @dataclass(eq=False)
 class Broadcast:
-    """Calls a method of every replica or ingress. ``ingress_replicas``: their number, including this one."""
+    """Calls a method of every replica of a model, or of every ingress, about that model.
+
+    ``ingress_replicas``: their number, including this one. ``model``: its name, if there are several.
+    """
 
     replica: DeploymentHandle
     app_name: str
     ingress_replicas: int
+    model: str = ""
+
+    @property
+    def _there_are_replicas(self) -> bool:
+        return bool(running_replicas(deployment_key(self.app_name, self.replica.deployment_name)).names)
 
     async def replicas(self, method: str, *arguments: Any, timeout_s: float = 120) -> list[Any]:
         """Call a method of every replica and return the answers."""
+        if not self._there_are_replicas:  # Serve would wait for one
+            return []
         return list(await self.replica.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
 
     async def ingresses(self, method: str, *arguments: Any, timeout_s: float = 30) -> list[Any]:
@@ -39,6 +54,7 @@ class Broadcast:
         if self.ingress_replicas == 1:
             return []
         handle = serve.get_deployment_handle(INGRESS_NAME, self.app_name)
+        arguments = (*arguments, self.model) if self.model else arguments
         return list(await handle.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
 
     async def levels(self, question: LevelQuestion) -> Sequence[LevelAnswer]:
@@ -49,14 +65,21 @@ class Broadcast:
             logger.warning("an ingress does not tell what tenants have at once", exc_info=True)
             return ()
 
-    async def connect(self, adapters: AdapterRegistry, learn: Callable[[], Awaitable[None]]) -> None:
+    async def connect(
+        self, adapters: AdapterRegistry, learn: Callable[[], Awaitable[None]], *, from_zero: bool = False
+    ) -> None:
         """Return once replicas and ingresses answer and ``adapters`` is current. ``learn``: asks ingresses for more.
 
-        A handle creates its router at its first call.
+        A handle creates its router at its first call. ``from_zero``: there may be no replica, and so none to ask.
         """
         while True:
             try:
-                await self.replica.describe.remote()
+                try:
+                    async with asyncio.timeout(NONE_S if from_zero else None):
+                        await self.replica.describe.remote()
+                except TimeoutError:
+                    if self._there_are_replicas:
+                        raise
                 # All replicas may be younger than an adapter that an operator loaded; other ingresses know it, too.
                 for known in [*await self.replicas("known_adapters"), *await self.ingresses("known_adapters")]:
                     adapters.merge(known)
@@ -68,3 +91,12 @@ class Broadcast:
             except (RayError, DeploymentUnavailableError, TimeoutError):
                 logger.warning("a replica or an ingress does not answer yet", exc_info=True)
             await asyncio.sleep(0.5)
+
+
+def message_of(app_name: str, deployment: str) -> str:
+    """Return what Serve says of a deployment, "" for nothing; blocks."""
+    try:
+        said = serve.status().applications[app_name].deployments[deployment].message
+    except (KeyError, RayError, RayServeException):
+        return ""
+    return innermost(said)

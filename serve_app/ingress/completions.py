@@ -1,11 +1,13 @@
 """The path of a generation request: its body, its turn in the queue, its generations, its answer."""
 
+from __future__ import annotations
+
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec import structs
 from starlette.requests import Request
@@ -47,9 +49,24 @@ Parse = Callable[[bytes], GenerateRequest]
 T = TypeVar("T")
 
 
+class Chosen(NamedTuple):
+    """Who answers a request for a model, and under which name. ``note``: what the client is told, "" for nothing."""
+
+    completions: Completions
+    model: str
+    note: str = ""
+
+
+Choose = Callable[[str, Tenant, Arrival], Chosen]
+"""Returns the answerer of a tenant's request for a model; its arrival waits there then. Raises a ``WarmpathError``."""
+
+
 @dataclass(slots=True)
 class Completions:
-    """Answers generation requests in any API's format. ``config``: the settings in force."""
+    """Answers generation requests in any API's format. ``config``: the settings in force.
+
+    ``choose``: among several models, or None: there is one. ``entrance``: where requests of all models arrive.
+    """
 
     config: AppConfig
     preparer: Preparer
@@ -61,6 +78,8 @@ class Completions:
     front_door: FrontDoor
     workers: FairWorkers
     drain: Drain
+    entrance: FrontDoor | None = None
+    choose: Choose | None = None
 
     def configure(self, config: AppConfig) -> None:
         """Use other settings from the next request on."""
@@ -69,78 +88,104 @@ class Completions:
     async def generate(self, request: Request, tenant: Tenant, parse: Parse, answer_format: AnswerFormat) -> Response:
         """Return a whole or started answer. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
         arrived = arrived_s(request.scope)
-        with self.front_door.arrive(tenant.name) as arrival:
-            wanted = self.readers.checked(await self._wanted(request, tenant, arrival, parse, answer_format))
-            if session := session_of(request.headers):
-                wanted = replace(wanted, session=session)
-            # The internal id is random: two clients may send the same x-request-id.
-            answer_id = request_id = secrets.token_hex(16)
-            if isinstance(answer_format, Conversation):
-                # A stored response's id opens its text, and events and logs show this request's id.
-                request_id = sha256(answer_id.encode()).hexdigest()[:32]
-            timeout_s = self.config.request_timeout_s
-            deadline = Deadline(self.drain, arrived + timeout_s, timeout_s)
-            body_bytes, allowance = arrival.body_bytes, arrival.allowance
-            trace: RequestTrace | None = getattr(request.state, "trace", None)
-            stage: Callable[[str], None] = trace.stage if trace is not None else lambda _: None
-            stage("read")
-            async with until_disconnect(request):
-                async with deadline.limit():
-                    await arrival.turn(wanted.choices, wanted.order, flex=wanted.service_tier == "flex")
-                    stage("wait")
-                    generations = await self.preparer.prepare(wanted, tenant, request_id, deadline_s=deadline.at_s)
-                    generations = self.readers.after_reasoning(wanted, generations)
-                    prompts = generations[:: wanted.n]
-                    prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
-                    allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
-                    await allowance.prepared(prompts)
-                    stage("prepare")
-                if trace is not None:
-                    generations = [structs.replace(made, traceparent=trace.traceparent) for made in generations]
-                meter = AnswerMeter(
-                    self.observers, self.metrics, wanted, generations, arrived, body_bytes, allowance, trace
-                )
-                place = arrival.hand_over()
-                sink = PieceSink()
-                pieces = answer_pieces(generations, self.source, self.readers.of(wanted), place, sink)
-                head = AnswerHead(
-                    answer_id,
-                    int(time.time()),
-                    wanted.answering_model,
-                    wanted.include_usage,
-                    wanted.repeated,
-                    meter.usage.total if wanted.continuous_usage else None,
-                    told_ids(wanted, generations),
-                    wanted.include_reasoning,
-                )
-                answer = Answer(answer_format, head, pieces, sink, place, meter, deadline)
-                return await (streamed if wanted.stream else whole)(answer)
+        with self._arrive(tenant) as arrival:
+            chosen, wanted, note = await self._wanted(request, tenant, arrival, parse, answer_format)
+            request.state.counts = chosen
+            return await chosen._answer(request, tenant, arrival, arrived, wanted, answer_format, note)
+
+    async def _answer(
+        self,
+        request: Request,
+        tenant: Tenant,
+        arrival: Arrival,
+        arrived: float,
+        wanted: GenerateRequest,
+        answer_format: AnswerFormat,
+        note: str,
+    ) -> Response:
+        wanted = self.readers.checked(wanted)
+        if session := session_of(request.headers):
+            wanted = replace(wanted, session=session)
+        # The internal id is random: two clients may send the same x-request-id.
+        answer_id = request_id = secrets.token_hex(16)
+        if isinstance(answer_format, Conversation):
+            # A stored response's id opens its text, and events and logs show this request's id.
+            request_id = sha256(answer_id.encode()).hexdigest()[:32]
+        timeout_s = self.config.request_timeout_s
+        deadline = Deadline(self.drain, arrived + timeout_s, timeout_s)
+        body_bytes, allowance = arrival.body_bytes, arrival.allowance
+        trace: RequestTrace | None = getattr(request.state, "trace", None)
+        stage: Callable[[str], None] = trace.stage if trace is not None else lambda _: None
+        stage("read")
+        async with until_disconnect(request):
+            async with deadline.limit():
+                await arrival.turn(wanted.choices, wanted.order, flex=wanted.service_tier == "flex")
+                stage("wait")
+                generations = await self.preparer.prepare(wanted, tenant, request_id, deadline_s=deadline.at_s)
+                generations = self.readers.after_reasoning(wanted, generations)
+                prompts = generations[:: wanted.n]
+                prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
+                allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
+                await allowance.prepared(prompts)
+                stage("prepare")
+            if trace is not None:
+                generations = [structs.replace(made, traceparent=trace.traceparent) for made in generations]
+            meter = AnswerMeter(
+                self.observers, self.metrics, wanted, generations, arrived, body_bytes, allowance, trace
+            )
+            place = arrival.hand_over()
+            sink = PieceSink()
+            pieces = answer_pieces(generations, self.source, self.readers.of(wanted), place, sink)
+            head = AnswerHead(
+                answer_id,
+                int(time.time()),
+                wanted.answering_model,
+                wanted.include_usage,
+                wanted.repeated,
+                meter.usage.total if wanted.continuous_usage else None,
+                told_ids(wanted, generations),
+                wanted.include_reasoning,
+                note,
+            )
+            answer = Answer(answer_format, head, pieces, sink, place, meter, deadline)
+            return await (streamed if wanted.stream else whole)(answer)
 
     async def tokens(
         self, request: Request, tenant: Tenant, parse: Parse, form: Conversation | None = None
-    ) -> tuple[TokenArray, GenerateRequest]:
-        """Return the tokens of a request's prompt, and the request. Raises a ``WarmpathError``."""
-        with self.front_door.arrive(tenant.name) as arrival:
-            wanted = await self._wanted(request, tenant, arrival, parse, form)
-            return await self.preparer.token_ids(wanted, tenant), wanted
+    ) -> tuple[TokenArray, GenerateRequest, Preparer]:
+        """Return the tokens of a request's prompt, the request, and who made it. Raises a ``WarmpathError``."""
+        with self._arrive(tenant) as arrival:
+            chosen, wanted, _ = await self._wanted(request, tenant, arrival, parse, form)
+            return await chosen.preparer.token_ids(wanted, tenant), wanted, chosen.preparer
 
     async def text_of(self, request: Request, tenant: Tenant, model: str) -> str:
         """Return the text of a body's tokens; ``model``: that of a body without one. Raises a ``WarmpathError``."""
-        with self.front_door.arrive(tenant.name) as arrival:
+        with self._arrive(tenant) as arrival:
             body = await read_body(request, self.config.max_body_bytes, arrival.grow)
             asked = parse_detokenize(body, model)
-            self.preparer.adapters.choose(asked.model, None, tenant.name, tenant.models)
-            if max(asked.tokens, default=0) >= self.tokenizer.vocab_size:
-                message = f"tokens must be from 0 to {self.tokenizer.vocab_size - 1}."
+            chosen, name, _ = self._chosen(asked.model, tenant, arrival)
+            chosen.preparer.adapters.choose(name, None, tenant.name, tenant.models)
+            tokenizer = chosen.tokenizer
+            if max(asked.tokens, default=0) >= tokenizer.vocab_size:
+                message = f"tokens must be from 0 to {tokenizer.vocab_size - 1}."
                 raise InvalidRequest(message, param="tokens")
             if arrival.body_bytes <= INLINE_BODY_BYTES:
-                return self.tokenizer.text_of(asked.tokens)
-            return await self.workers.run(tenant.name, arrival.body_bytes, self.tokenizer.text_of, asked.tokens)
+                return tokenizer.text_of(asked.tokens)
+            return await self.workers.run(tenant.name, arrival.body_bytes, tokenizer.text_of, asked.tokens)
+
+    def _arrive(self, tenant: Tenant) -> Arrival:
+        return (self.entrance or self.front_door).arrive(tenant.name)
+
+    def _chosen(self, name: str, tenant: Tenant, arrival: Arrival) -> Chosen:
+        """Return who answers for a model or one of its other names. Raises a ``WarmpathError``."""
+        if self.choose is not None:
+            return self.choose(name, tenant, arrival)
+        return Chosen(self, self.config.aliases.get(name, name))
 
     async def _wanted(
         self, request: Request, tenant: Tenant, arrival: Arrival, parse: Parse, form: AnswerFormat | None = None
-    ) -> GenerateRequest:
-        """Read and parse a request's body. Raises a ``WarmpathError``."""
+    ) -> tuple[Completions, GenerateRequest, str]:
+        """Read and parse a request's body; return who answers it, the request, a note. Raises a ``WarmpathError``."""
         body = await read_body(request, self.config.max_body_bytes, arrival.grow)
 
         async def read(work: Callable[[bytes], T]) -> T:
@@ -151,6 +196,13 @@ class Completions:
             await read(form.read)
             await form.go_on(self.config.max_body_bytes - len(body), arrival.grow)
         wanted = await read(parse)
+        chosen, name, note = self._chosen(wanted.model, tenant, arrival)
+        if name != wanted.model:
+            wanted = replace(wanted, model=name)
+        return chosen, chosen._noted(wanted), note
+
+    def _noted(self, wanted: GenerateRequest) -> GenerateRequest:
+        """Return a request with its fields that this model ignores. Raises InvalidRequest."""
         if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
             unread = self.tokenizer.template.unread(wanted.chat_template_kwargs)
             more = unknown_fields((f"chat_template_kwargs.{name}" for name in unread), ())

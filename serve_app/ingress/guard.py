@@ -4,7 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from ray.exceptions import RayError
@@ -56,6 +56,13 @@ class Api(NamedTuple):
         if self.id_header:
             response.headers[self.id_header] = request_id_of(request)
         return response
+
+
+class Counts(Protocol):
+    """Where answers are counted: of the model that a request chose, else of the ingress."""
+
+    metrics: IngressMetrics
+    observers: Observers
 
 
 @dataclass(slots=True)
@@ -118,9 +125,10 @@ class RouteGuard:
             response, reason = api.refusal(shown, request), shown.reason
         tenant = _found(request)
         name = tenant.name if tenant is not None else DEFAULT_TENANT if self.tenants.open else "none"
-        self.metrics.answered(endpoint, response.status_code, name)
+        counts: Counts = getattr(request.state, "counts", self)
+        counts.metrics.answered(endpoint, response.status_code, name)
         if reason is not None:
-            for tell in self.observers.refused:
+            for tell in counts.observers.refused:
                 tell(name, reason)
         left = self.limits.left(tenant.name) if tenant is not None else None
         if left is not None:

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 @serve.ingress()
 class Ingress:
-    """One ingress replica, and so one router."""
+    """One ingress replica, and so one router for each model. Calls about one of several models end with its name."""
 
-    async def __init__(self, config: dict[str, Any], replica: DeploymentHandle) -> None:  # type: ignore[misc]
+    async def __init__(self, config: dict[str, Any], *replicas: DeploymentHandle) -> None:  # type: ignore[misc]
         do_without_torch()
         # Imported only here: deploying an ingress imports this class, and should not wait for transformers.
         from serve_app.ingress.assembly import make_services
 
         self._live = await LiveSettings.start(config)
-        self._services = await make_services(self._live.config, self._live.args, replica)
+        self._services = await make_services(self._live.config, self._live.args, *replicas)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply other settings while requests run. Serve calls this; ``LiveSettings`` handles invalid settings."""
-        if not await self._live.reconfigure(user_config, self._services.configure):
+        if not await self._live.reconfigure(user_config, (self._services.several or self._services).configure):
             self._services.records.metrics.add("warmpath_refused_configurations_total")
         self._services.settings_refused(self._live.why)
 
@@ -52,7 +52,8 @@ class Ingress:
 
     async def stop(self, timeout_s: float) -> int:
         """Refuse new requests, wait for running answers, and end the late ones; return the number of those."""
-        self._services.records.live.close()
+        for services in self._services.all:
+            services.records.live.close()
         ended = await self._services.access.drain.run(timeout_s)
         self._services.fleet.receiver.close()
         await self._services.records.usage.flush()
@@ -60,29 +61,29 @@ class Ingress:
             await asyncio.to_thread(self._services.records.tracer.close)
         return ended
 
-    async def merge_adapters(self, entries: list[AdapterEntry]) -> None:
+    async def merge_adapters(self, entries: list[AdapterEntry], model: str = "") -> None:
         """Merge another ingress' entries of adapters."""
-        self._services.catalog.adapters.merge(entries)
+        self._services.of(model).catalog.adapters.merge(entries)
 
-    async def known_adapters(self) -> tuple[AdapterEntry, ...]:
+    async def known_adapters(self, model: str = "") -> tuple[AdapterEntry, ...]:
         """Return this ingress' entries of adapters, for a newly started ingress."""
-        return self._services.catalog.adapters.entries()
+        return self._services.of(model).catalog.adapters.entries()
 
-    async def reload_prompts(self) -> str:
+    async def reload_prompts(self, model: str = "") -> str:
         """Reload the prompt directory; return its problem, or ""."""
-        return await self._services.catalog.prompt_admin.reload()
+        return await self._services.of(model).catalog.prompt_admin.reload()
 
-    async def prompts_heard(self, warm: list[Warm]) -> bool:
+    async def prompts_heard(self, warm: list[Warm], model: str = "") -> bool:
         """Wait until this ingress' router knows the holders of warm prompts; return whether it does in time."""
-        return await self._services.catalog.prompt_admin.warmer.heard(warm)
+        return await self._services.of(model).catalog.prompt_admin.warmer.heard(warm)
 
-    async def exchange_cutovers(self, cutovers: Cutovers) -> Cutovers:
+    async def exchange_cutovers(self, cutovers: Cutovers, model: str = "") -> Cutovers:
         """Apply another ingress' cut-overs of prompts if they are newer; return the resulting state here."""
-        return await self._services.catalog.prompt_admin.exchange(cutovers)
+        return await self._services.of(model).catalog.prompt_admin.exchange(cutovers)
 
-    async def prompt_report(self) -> PromptReport:
+    async def prompt_report(self, model: str = "") -> PromptReport:
         """Return the usage of prompts at this ingress."""
-        return self._services.catalog.prompt_admin.traffic.report()
+        return self._services.of(model).catalog.prompt_admin.traffic.report()
 
     async def usage(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, UsageRows]:
         """Return the usage in this ingress' file; the ingress that serves /v1/usage calls this."""
@@ -92,9 +93,9 @@ class Ingress:
         """Return what a tenant has at this ingress; one that may be over a limit calls this."""
         return self._services.access.limits.levels.told(question)
 
-    async def recent_events(self, numbers: dict[str, int]) -> Batch:
+    async def recent_events(self, numbers: dict[str, int], model: str = "") -> Batch:
         """Return this ingress' events since ``numbers``; an ingress with watchers calls this every second."""
-        return self._services.records.live.recent(numbers)
+        return self._services.of(model).records.live.recent(numbers)
 
     async def named_samples(self) -> tuple[str, list[Sample]]:
         """Return this ingress' name and samples; the ingress that serves /metrics calls this."""

@@ -1,5 +1,7 @@
 """The parts of one ingress, and operations of routes that need several parts. `assembly.py` builds it."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from dataclasses import asdict, dataclass
@@ -26,8 +28,9 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import credentials, read_body
+from serve_app.ingress.models import BODIES, Models
 from serve_app.ingress.observe import metrics as figures
-from serve_app.ingress.observe.reports import SessionList, cache_state
+from serve_app.ingress.observe.reports import SessionList, cache_state, explanation, names_in
 from serve_app.ingress.prompts import PromptAdmin
 from serve_app.live.live import Live
 from serve_app.notices import read, read_shown
@@ -40,9 +43,6 @@ from serve_app.tracing import Tracer
 from serve_app.usage import Ledgers
 
 logger = logging.getLogger(__name__)
-
-BODIES = 8
-"""The number of bodies of maximum size that an ingress holds before admission, over all tenants."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Access:
 
     def configure(self, config: AppConfig) -> None:
         """Use other tenants and limits; running requests keep their old ones."""
-        self.tenants.configure(config.tenants, config.operator_key_sha256)
+        self.tenants.configure(config.tenants, config.operator_key_sha256, config.aliases)
         self.shares.set_weights(config.cache_shares)
         self.limits.configure(config.tenants)
         self.front_door.configure(config.max_queued_requests, BODIES * config.max_body_bytes)
@@ -89,13 +89,18 @@ class Catalog:
 
 @dataclass(slots=True)
 class Fleet:
-    """The replicas and the other ingresses. ``connecting`` is done once they answer."""
+    """A model's replicas and the other ingresses. ``connecting`` is done once they answer.
+
+    ``board``: the name of the notice board; ``prefix``: of its figures for autoscaling.
+    """
 
     core: RoutingCore
     broadcast: Broadcast
     receiver: TokenReceiver
     connecting: asyncio.Task[None]
     sessions: SessionList
+    board: str = ""
+    prefix: str = ""
     _synced: bool = False
 
     def ready(self) -> bool:
@@ -119,7 +124,10 @@ class Records:
 
 @dataclass(slots=True)
 class Services:
-    """One ingress. ``config``: the settings in force; ``refused_settings``: why the newest are not."""
+    """One served model of an ingress. ``config``: its settings in force; ``refused_settings``: why the newest are not.
+
+    ``several``: all models, or None: there is one.
+    """
 
     config: AppConfig
     app_name: str
@@ -130,6 +138,7 @@ class Services:
     records: Records
     completions: Completions
     refused_settings: str = ""
+    several: Models | None = None
 
     async def configure(self, config: AppConfig) -> None:
         """Apply other live settings; running requests keep their old ones."""
@@ -142,6 +151,29 @@ class Services:
         self.completions.configure(config)
         self.config = config
 
+    @property
+    def all(self) -> tuple[Services, ...]:
+        """The services of every model of this ingress."""
+        return (self,) if self.several is None else tuple(self.several.served.values())
+
+    def of(self, model: str) -> Services:
+        """Return the services of one of several models, "": of the only one. Raises KeyError."""
+        return self if self.several is None else self.several.served[model]
+
+    def ready(self) -> bool:
+        """Return whether requests can be answered, by a replica that runs or one that starts for them."""
+        return self.fleet.ready() or (self.config.first_replicas == 0 and not self.fleet.core.replica_ids)
+
+    @property
+    def deployment(self) -> tuple[str, str]:
+        """The names of the application and of the deployment of this model's replicas."""
+        return self.app_name, self.fleet.broadcast.replica.deployment_name
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether a replica can answer a request, now or once it has started for it."""
+        return bool(self.fleet.core.replica_ids) or self.config.first_replicas == 0
+
     def settings_refused(self, why: str) -> None:
         """Note why the newest settings are not in force, "" if they are."""
         self.refused_settings = why
@@ -151,7 +183,11 @@ class Services:
         return await read_body(request, self.config.max_body_bytes)
 
     def models(self, request: Request) -> list[dict[str, Any]]:
-        """Return the caller's models; operators, and callers of an open deployment, see the files' full paths."""
+        """Return the caller's models, of all that this ingress serves."""
+        return self.own_models(request) if self.several is None else self.several.listed(request)
+
+    def own_models(self, request: Request) -> list[dict[str, Any]]:
+        """Return the caller's names of this model; operators, and callers of an open deployment, see full paths."""
         operator = self.access.tenants.is_operator(credentials(request))
         tenant = None if operator else self.access.guard.tenant(request)
         names = None if tenant is None else tenant.models
@@ -161,27 +197,41 @@ class Services:
         base = self.catalog.base_model
         adapters = [adapter_body(spec.name, root, base) for spec, root in zip(specs, roots, strict=True)]
         if self.catalog.adapters.base_visible(names):
-            return [base, *adapters]
-        return [{**adapter, "parent": None} for adapter in adapters]
+            shown = [base, *adapters]
+        else:
+            shown = [{**adapter, "parent": None} for adapter in adapters]
+        by_name, aliases = {one["id"]: one for one in shown}, self.access.tenants.aliases
+        return shown + [{**by_name[name], "id": alias} for alias, name in aliases.items() if name in by_name]
 
     def autoscaling_stats(self) -> dict[str, float]:
-        """Return this ingress' figures for the autoscaling policy; none if that is off. Never raises."""
+        """Return this ingress' figures for the models' autoscaling policies; none where that is off. Never raises."""
         try:
-            if self.config.autoscaling is None:
-                return {}
-            times, working_set_tokens = self.fleet.core.demand()
-            return IngressFigures(
-                waiting_requests=self.access.front_door.waiting().total(),
-                working_set_tokens=working_set_tokens,
-                **asdict(times),
-                **self.config.autoscaling.model_dump(),
-            ).to_floats()
+            return {name: value for services in self.all for name, value in services._scaling().items()}
         except Exception:  # after an error, Serve would stop asking
             logger.exception("no figures for autoscaling")
             return {}
 
+    def _scaling(self) -> dict[str, float]:
+        if self.config.autoscaling is None:
+            return {}
+        times, working_set_tokens = self.fleet.core.demand()
+        door = self.access.front_door
+        # Without a replica, those with a place wait too.
+        waiting = door.waiting().total() if self.fleet.core.replica_ids else door.load(None)
+        told = IngressFigures(
+            waiting_requests=waiting,
+            working_set_tokens=working_set_tokens,
+            **asdict(times),
+            **self.config.autoscaling.model_dump(),
+        ).to_floats()
+        return {f"{self.fleet.prefix}{name}": value for name, value in told.items()}
+
     def samples(self) -> list[Sample]:
-        """Return the samples of this ingress and its router."""
+        """Return the samples of this ingress and its routers; of several models, each with the model's name."""
+        return self.own_samples() if self.several is None else self.several.samples()
+
+    def own_samples(self) -> list[Sample]:
+        """Return the samples of this model alone."""
         streams = figures.samples_of({"warmpath_event_streams": self.records.live.watchers})
         samples = [*self.records.metrics.samples(), *figures.router_samples(self.fleet.core), *streams]
         samples += self.access.front_door.samples()
@@ -190,19 +240,29 @@ class Services:
 
     async def all_samples(self) -> list[Sample]:
         """Return the samples of every ingress and every replica."""
-        samples = figures.replica_samples(self.fleet.core)
-        if self.config.autoscaling is not None:
-            notices = await asyncio.to_thread(read, self.app_name, "autoscaling")
-            samples += figures.autoscaling_samples(notices)
-        ingresses = await self.fleet.broadcast.ingresses("named_samples", timeout_s=5) or [(self.name, self.samples())]
+        samples: list[Sample] = []
+        for services in self.all:
+            more = figures.replica_samples(services.fleet.core)
+            if services.config.autoscaling is not None:
+                notices = await asyncio.to_thread(read, services.fleet.board, "autoscaling")
+                more += figures.autoscaling_samples(notices)
+            samples += more if self.several is None else figures.with_label(more, "model", services.config.model_name)
+        everywhere = self.several.broadcast if self.several is not None else self.fleet.broadcast
+        ingresses = await everywhere.ingresses("named_samples", timeout_s=5) or [(self.name, self.samples())]
         for name, more in ingresses:
             samples += figures.with_label(more, "ingress", name)
         return samples
 
+    async def explanation(self, body: bytes) -> dict[str, Any]:
+        """Return where the request in a body would go now. Raises the errors of ``reports.explanation``."""
+        tenants = self.access.tenants
+        one = self if self.several is None else self.several.explained(*names_in(body, tenants))
+        return await explanation(body, one.fleet.core, one.catalog.preparer, tenants, one.access.front_door)
+
     async def cache_state(self) -> dict[str, Any]:
         """Return the content of the caches, as this ingress' router sees it."""
         model, engine = self.config.model_name, self.config.engine
-        notices = await asyncio.to_thread(read_shown, self.app_name)
+        notices = await asyncio.to_thread(read_shown, self.fleet.board)
         return cache_state(
             self.fleet.core,
             self.records.metrics.totals(),

@@ -80,6 +80,8 @@ class Replica:
             self._ending.push_async_callback(asyncio.to_thread, self._tracer.close)
         peers = Peers()
         info = await asyncio.to_thread(load_served_model, self._config)
+        # While another model takes a name over, ingresses still send requests that were made for the one before.
+        self._only = info.fingerprint if self._live.one_of_several else ""
         self._feed = FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address())
         self._ending.push_async_callback(asyncio.to_thread, self._feed.stop)
         self._feed.start()
@@ -190,6 +192,8 @@ class Replica:
         request_id, decision = request.request_id, request.decision
         if self._running.closed:
             return to_wire(EngineOutput(request_id, error="unavailable", message=STOPPING))
+        if self._only and request.scope.model != self._only:
+            return to_wire(EngineOutput(request_id, error="unavailable", message="this replica has another model"))
         if decision is not None and decision.queued_tokens is not None and is_outdated(decision, self._engine.load()):
             return to_wire(EngineOutput(request_id, error="rerouted", load=self._load()))
         try:

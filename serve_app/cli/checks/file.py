@@ -10,9 +10,11 @@ from pydantic import ValidationError
 
 from serve_app.cli.checks.finding import Finding, Look, RunPlace, problem
 from serve_app.cli.checks.run import findings
+from serve_app.config.app import REPLICAS, AppConfig, deployment_of
 from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
+INGRESS = "Ingress"
 IMPORT_PATHS = "serve_app:build_app", "serve_app:app", "serve_app.app:build_app"
 
 
@@ -105,21 +107,27 @@ def _serve_config(document: _Document, place_of_run: RunPlace) -> Iterator[Findi
 def _application(document: _Document, place: Location, app: Any, place_of_run: RunPlace) -> Iterator[Finding]:
     args = list(_settings(document, (*place, "args"), app.get("args") or {}, place_of_run))
     yield from args
+    try:
+        config = app_config(app.get("args") or {})
+    except BadSettings:
+        config = AppConfig()
+    replicas = [deployment_of(name, config) for name in config.served()]
     user_configs: dict[str, Any] = {}
     places: dict[str, Location] = {}
     for number, deployment in enumerate(app.get("deployments") or ()):
         name, where = deployment["name"], (*place, "deployments", number)
-        if name in ("Ingress", "Replica"):
+        if name == INGRESS or name in replicas or (args and name.startswith(REPLICAS)):
             user_configs[name], places[name] = deployment.get("user_config") or {}, (*where, "user_config")
         else:
-            yield document.mistake((*where, "name"), f"there is no deployment {name!r}; there are Ingress and Replica")
-    if user_configs.get("Ingress", {}) != user_configs.get("Replica", {}):
-        where = places.get("Replica", places.get("Ingress", place))
-        sentence = "Ingress and Replica need the same user_config; write it once with a YAML anchor (&live, *live)"
-        yield document.mistake(where, sentence)
+            there = f"there are {INGRESS} and {', '.join(replicas)}"
+            yield document.mistake((*where, "name"), f"there is no deployment {name!r}; {there}")
+    for name in replicas:
+        if user_configs.get(INGRESS, {}) != user_configs.get(name, {}):
+            where = places.get(name, places.get(INGRESS, place))
+            same = f"{INGRESS} and {name} need the same user_config"
+            yield document.mistake(where, f"{same}; write it once with a YAML anchor (&live, *live)")
     if args:
         return
-    config = app_config(app.get("args") or {})
     for name, where in places.items():
         try:
             overlaid(config, user_configs[name])
@@ -138,6 +146,12 @@ def _settings(document: _Document, place: Location, values: Any, place_of_run: R
     look = Look(place_of_run, config)
     found = list(findings(look, "settings", "model"))
     for finding in found:
-        yield document.at((*place, finding.subject), finding)
+        yield document.at((*place, *_steps(finding.subject)), finding)
     for note in () if found else findings(look, "template"):
-        yield document.at((*place, "model"), replace(note, found=f"the chat template: {note.found}"))
+        inside = _steps(note.subject)[:-1]
+        yield document.at((*place, *inside, "model"), replace(note, found=f"the chat template: {note.found}"))
+
+
+def _steps(subject: str) -> Location:
+    """Return a finding's place in the settings, of ``models`` with the number of the entry."""
+    return tuple(int(step) if step.isdecimal() else step for step in subject.split("."))

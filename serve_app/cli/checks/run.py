@@ -1,10 +1,12 @@
 """All checks, each by what it needs; `warmpath serve`, `check FILE` and `doctor` choose from them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 from serve_app.cli.checks import machine, settings
 from serve_app.cli.checks.finding import Finding, Look
+from serve_app.config.app import SHARED
 
 CheckNeed = Literal["installation", "port", "machine", "settings", "model", "files", "template"]
 
@@ -26,8 +28,22 @@ CHECKS: tuple[tuple[CheckNeed, Callable[[Look], Iterator[Finding]]], ...] = (
 """In the order of their findings. "settings" are checked before a model is fetched."""
 
 
+OF_MODELS: frozenset[CheckNeed] = frozenset({"settings", "model", "files", "template"})
+"""The needs of checks that look at a model's settings."""
+
+
 def findings(look: Look, *needs: CheckNeed) -> Iterator[Finding]:
-    """Yield the findings of the checks with one of these needs."""
+    """Yield the findings of the checks with one of these needs; of several models, with the place of each."""
     for need, check in CHECKS:
-        if need in needs:
+        if need not in needs:
+            continue
+        if not look.settings.models or need not in OF_MODELS:
             yield from check(look)
+            continue
+        for number, one in enumerate(look.settings.served().values()):
+            for finding in check(replace(look, settings=one)):
+                if finding.subject not in SHARED:
+                    place = f"models.{number}.{finding.subject}"
+                    yield replace(finding, subject=place, found=f"{one.model_name}: {finding.found}")
+                elif not number:
+                    yield finding

@@ -113,15 +113,15 @@ class AnswerMeter:
             tell(self, refusal)
 
 
-def observe_usage(observers: Observers, ledger: Ledger, metrics: IngressMetrics) -> None:
-    """Charge prompts, once for all choices, and answers, to their tenants."""
+def observe_usage(observers: Observers, ledger: Ledger, metrics: IngressMetrics, block_size: int | None = None) -> None:
+    """Charge prompts, once for all choices, and answers, to their tenants. ``block_size``: see ``Ledger.prompt``."""
 
     def prompt(answer: AnswerMeter, index: int, cached_tokens: int) -> None:
         request, generation = answer.request, answer.generations[index]
         if index % request.n == 0:
             written_tokens = ledger.prompt(
                 answer.tenant, request.answering_model, generation.prompt_ref, generation.prompt_tokens, cached_tokens,
-                stored=generation.store_kv,
+                stored=generation.store_kv, block_size=block_size,
             )  # fmt: skip
             answer.usage.written_tokens += written_tokens
             metrics.add("warmpath_tenant_written_prompt_tokens_total", written_tokens, tenant=answer.tenant)
@@ -180,11 +180,14 @@ def trace_answer(answer: AnswerMeter, refusal: WarmpathError | None) -> None:
         answer.trace.used(answer.request.answering_model, answer.usage.total())
 
 
-def charge_unanswered(ledger: Ledger, generation: EngineRequest, prefilled: Prefilled) -> None:
+def charge_unanswered(
+    ledger: Ledger, generation: EngineRequest, prefilled: Prefilled, block_size: int | None = None
+) -> None:
     """Count what a replica computed for a prompt whose client left before the first token."""
     if generation.charged and prefilled.tokens > prefilled.cached_tokens:
         tenant, model, ref = generation.tenant, generation.model, generation.prompt_ref
-        ledger.prompt(tenant, model, ref, *prefilled, stored=generation.store_kv, answered=False)
+        stored = generation.store_kv
+        ledger.prompt(tenant, model, ref, *prefilled, stored=stored, answered=False, block_size=block_size)
 
 
 def use_of(request: GenerateRequest, tenant: str) -> Use:

@@ -55,6 +55,8 @@ warmpath_request_retries_total: ingress after_first_token
     part, and got the rest.
 warmpath_refusals_total: ingress tenant place limit
     Requests refused with a `reason`: the place, and the setting that is the limit there (docs: api).
+warmpath_fallbacks_total: ingress model fallback cause
+    Requests for a model that its `fallback` answered, because it was down (no replica) or full.
 warmpath_wait_seconds: ingress replica place (histogram)
     Time that requests waited for capacity, if they had to. place ingress: in its queue; router: while no replica took
     more, pause by pause; session: for space beside live sessions, at most `session_wait_s`. The wait in a replica's
@@ -374,7 +376,9 @@ LABELS = {
     "prompt": "NAME@VERSION of a registered prompt",
     "kind": "`save`, `public`, `prefix`",
     "policy": "a policy's name",
-    "cause": "`not_selected`, `evicted`, `unused`",
+    "cause": "`not_selected`, `evicted`, `unused`; of a fallback `down`, `full`",
+    "model": "on every series of one of several `models`, its name",
+    "fallback": "a model's name",
 }
 """The values of each label. All sets are bounded: no value holds text of a client or of an error."""
 

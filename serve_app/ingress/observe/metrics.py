@@ -194,7 +194,7 @@ def _family_of(sample: Sample) -> Family | None:
         family = next((FAMILIES.get(name.removesuffix(end)) for end in ends if name.endswith(end)), None)
         if family is None or family.kind != "histogram":
             return None
-    known = (*family.labels, "le") if family.kind == "histogram" else family.labels
+    known = (*family.labels, "model", *(["le"] if family.kind == "histogram" else []))
     return family if all(label in known for label, _ in labels) else None
 
 

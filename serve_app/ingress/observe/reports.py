@@ -6,9 +6,10 @@ None holds a prompt's text. Explain tells the replica that a request would go to
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
 from pydantic import Field
 
 from router.core import RoutingCore
@@ -115,6 +116,7 @@ async def explanation(
             "Send the body of a chat (with messages), of a completion (with prompt) or of a response (with input)."
         )
     wanted = parsers[0](body)
+    wanted = replace(wanted, model=tenants.aliases.get(wanted.model, wanted.model))
     generations = await preparer.prepare(wanted, tenant, "explain")
     return {
         "object": "cache.explanation",
@@ -134,6 +136,21 @@ async def explanation(
             for generation in generations[:: wanted.n]
         ],
     }
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+    tenant: str | None = None
+
+
+def names_in(body: bytes, tenants: Tenants) -> tuple[str | None, Tenant | None]:
+    """Return the model and the tenant that a body to explain names, as far as it can be read."""
+    try:
+        named = msgspec.json.decode(body, type=_Named)
+    except msgspec.DecodeError:
+        return None, None
+    by_name = tenants.by_name
+    return named.model, next(iter(by_name.values())) if len(by_name) == 1 else by_name.get(named.tenant or "")
 
 
 def _policies(chosen: str | None, acting: str) -> list[str]:

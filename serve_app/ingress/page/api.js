@@ -25,6 +25,14 @@ export function setKey(which, key) {
   }
 }
 
+let mapped = "";
+
+/** Show the replicas of the model with this name, if the server has several. */
+export const mapModel = (name) => (mapped = name);
+
+/** The path of a report about the mapped model; before one is chosen, about the first. */
+export const aboutModel = (path) => (mapped ? `${path}?model=${encodeURIComponent(mapped)}` : path);
+
 /** Send a request. `which`: selects the key; `body`: sent as JSON. */
 export function ask(path, { which = "chat", body, signal } = {}) {
   const headers = { accept: "application/json, text/event-stream" };

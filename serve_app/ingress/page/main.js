@@ -1,6 +1,6 @@
 // Connects the parts of the page: chat, live events or a recording, header, map, lists, and details.
 
-import { ask, keyOf, ownKey, problemOf, setKey } from "./api.js";
+import { ask, keyOf, ownKey, problemOf, setKey, mapModel } from "./api.js";
 import { Chat, describeSystem } from "./chat/chat.js";
 import { byId, clock, make } from "./dom.js";
 import { Cache } from "./live/cache.js";
@@ -134,6 +134,9 @@ const EMPTY = {
   playback: ["No replicas at this time", "Move to another time in the recording."],
 };
 
+/** By name of a model: the one whose replicas serve it. */
+let owners = new Map();
+
 /** Fill the list of models. This is also the first request that reports a wrong key. */
 async function loadModels() {
   const note = byId("settings-note");
@@ -141,6 +144,8 @@ async function loadModels() {
     const response = await ask("v1/models");
     if (!response.ok) throw new Error(response.status === 401 && !keyOf("chat") ? "an API key is needed" : await problemOf(response));
     const { data } = await response.json();
+    owners = new Map(data.map(({ id, parent, root }) => [id, parent ?? root]));
+    mapModel("");
     byId("model").replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
     byId("model-name").textContent = data[0]?.id ?? "";
     note.textContent = data[0]?.id ?? "no model";
@@ -196,7 +201,15 @@ function wireSettings() {
     byId("settings").open = true;
     byId(ownKey("map") ? "map-key" : "key").focus();
   });
-  byId("model").addEventListener("change", () => (byId("settings-note").textContent = byId("model").value));
+  byId("model").addEventListener("change", () => {
+    const { value } = byId("model");
+    const [before, owner] = [byId("settings-note").textContent, value].map((name) => owners.get(name));
+    byId("settings-note").textContent = value;
+    if (before === owner) return; // an adapter or another name of the same model
+    mapModel(value);
+    forget();
+    connection.start();
+  });
   byId("system").addEventListener("input", () => describeSystem(byId("system").value));
   byId("sample").addEventListener("click", loadSample);
   byId("clear-system").addEventListener("click", () => {

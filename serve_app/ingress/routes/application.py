@@ -88,14 +88,16 @@ def _add_docs(application: FastAPI, services: Services) -> None:
             raise HTTPException(404)
 
     @application.get(OPENAPI_PATH, include_in_schema=False)
-    async def schema() -> Response:
+    async def schema(request: Request) -> Response:
         only_where_published()
-        return json_response(application.openapi())
+        prefix = request.scope.get("root_path", "")
+        return json_response(application.openapi() | ({"servers": [{"url": prefix}]} if prefix else {}))
 
     @application.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         only_where_published()
-        return get_swagger_ui_html(openapi_url=OPENAPI_PATH, title=application.title)
+        # Relative, because the application may have a prefix, and a proxy in front may add one.
+        return get_swagger_ui_html(openapi_url=OPENAPI_PATH.removeprefix("/"), title=application.title)
 
 
 class _Application(FastAPI):
@@ -134,7 +136,10 @@ class MethodNotAllowed(NotFound):
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    path = _path(request)
+    path, prefix = _path(request), request.scope.get("root_path", "")
+    if not path and request.method in ("GET", "HEAD"):
+        # The page's paths are relative to a folder. So is this one: no client can name another host in it.
+        return Response(status_code=307, headers={"location": f"{prefix.rpartition('/')[2]}/"})
     shown: WarmpathError
     if why := _not_here(path):
         shown = NotFound(f"There is no {path[:200]} here: {why}.")

@@ -48,7 +48,7 @@ async def messages(request: Request, services: Front) -> Response:
 @guarded("count_tokens", ANTHROPIC)
 async def count_tokens(request: Request, services: Front) -> Response:
     """Count the tokens of a message's prompt, without generating."""
-    ids, wanted = await services.completions.tokens(request, services.access.guard.tenant(request), parse_count)
+    ids, wanted, _ = await services.completions.tokens(request, services.access.guard.tenant(request), parse_count)
     return json_response({"input_tokens": len(ids)}, headers=warnings(wanted))
 
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from serve_app.api.anthropic.response import anthropic_error, anthropic_limits
 from serve_app.api.openai.response import openai_error, openai_limits
 from serve_app.api.request import GenerateRequest, ignored_fields
+from serve_app.errors import InvalidRequest
 from serve_app.ingress.guard import Api
 from serve_app.ingress.http import WARNING
 from serve_app.ingress.services import Services
@@ -37,10 +38,13 @@ def speaks_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers or "x-api-key" in request.headers
 
 
-def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) -> Callable[[Handler], Handler]:
+def guarded(
+    endpoint: str, api: Api | None = OPENAI, *, operator: bool = False, of_model: bool = False
+) -> Callable[[Handler], Handler]:
     """Convert a handler's failures to errors of its API, and count its answers under ``endpoint``.
 
-    ``api`` None: the request's headers decide. ``operator``: only operators may call it.
+    ``api`` None: the request's headers decide. ``operator``: only operators may call it. Among several models the
+    handler gets the one of the query (``?model=``), which ``of_model`` demands, else the caller's first.
     """
 
     def wrap(handler: Handler) -> Handler:
@@ -49,7 +53,12 @@ def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) 
             async def work() -> Response:
                 if operator:
                     services.access.guard.require_operator(request)
-                return await handler(request, services, **path)
+                if services.several is None:
+                    return await handler(request, services, **path)
+                if of_model and "model" not in request.query_params:
+                    names = ", ".join(services.several.served)
+                    raise InvalidRequest(f"Name the model in the URL: ?model=NAME, one of {names}.", param="model")
+                return await handler(request, services.several.asked(request), **path)
 
             shown = api or (ANTHROPIC if speaks_anthropic(request) else OPENAI)
             return await services.access.guard.answer(request, endpoint, shown, work)

@@ -11,7 +11,7 @@ from serve_app.errors import InvalidRequest
 from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
 from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.metrics import render, without_tenants
-from serve_app.ingress.observe.reports import ExplainBody, explanation
+from serve_app.ingress.observe.reports import ExplainBody
 from serve_app.ingress.prompts import PromptBody
 from serve_app.ingress.routes.handler import Front, guarded, takes
 from serve_app.usage import days, usage_csv, usage_document
@@ -22,42 +22,42 @@ router = APIRouter()
 
 
 @router.post("/v1/load_lora_adapter", tags=["adapters"], **takes(LoadAdapterBody))
-@guarded("load_lora_adapter", operator=True)
+@guarded("load_lora_adapter", operator=True, of_model=True)
 async def load_lora_adapter(request: Request, services: Front) -> Response:
     """Load an adapter on every replica and offer it under its name."""
     return Response(await services.catalog.adapter_admin.load(await services.body(request)))
 
 
 @router.post("/v1/unload_lora_adapter", tags=["adapters"], **takes(UnloadAdapterBody))
-@guarded("unload_lora_adapter", operator=True)
+@guarded("unload_lora_adapter", operator=True, of_model=True)
 async def unload_lora_adapter(request: Request, services: Front) -> Response:
     """Stop serving an adapter; running requests finish with it."""
     return Response(await services.catalog.adapter_admin.unload(await services.body(request)))
 
 
 @router.get("/v1/prompts", tags=["prompts"])
-@guarded("prompts", operator=True)
+@guarded("prompts", operator=True, of_model=True)
 async def prompts(request: Request, services: Front) -> Response:
     """Every prompt, its current version, and the hit rate of each version; ``?name=`` selects one."""
     return json_response(await services.catalog.prompt_admin.status(request.query_params.get("name")))
 
 
 @router.post("/v1/prompts/warm", tags=["prompts"], **takes(PromptBody))
-@guarded("prompts_warm", operator=True)
+@guarded("prompts_warm", operator=True, of_model=True)
 async def warm(request: Request, services: Front) -> Response:
     """Compute a version on the replicas that will serve it."""
     return json_response(await services.catalog.prompt_admin.warm(await services.body(request)))
 
 
 @router.post("/v1/prompts/promote", tags=["prompts"], **takes(PromptBody))
-@guarded("prompts_promote", operator=True)
+@guarded("prompts_promote", operator=True, of_model=True)
 async def promote(request: Request, services: Front) -> Response:
     """Warm a version, then switch the name to it."""
     return json_response(await services.catalog.prompt_admin.promote(await services.body(request)))
 
 
 @router.post("/v1/prompts/rollback", tags=["prompts"], **takes(PromptBody))
-@guarded("prompts_rollback", operator=True)
+@guarded("prompts_rollback", operator=True, of_model=True)
 async def rollback(request: Request, services: Front) -> Response:
     """Switch the name back to its previous version."""
     return json_response(await services.catalog.prompt_admin.roll_back(await services.body(request)))
@@ -84,13 +84,16 @@ async def usage(request: Request, services: Front) -> Response:
 
 @router.get("/health", tags=["operations"])
 async def health(request: Request, services: Front) -> Response:
-    """200 once the router has known every replica's cache, so that requests can be answered.
+    """200 once the router has known every replica's cache, so that requests can be answered; of any model.
 
-    For operators it also reports why a ``user_config`` is not in force.
+    For operators it also reports each of several models, and why a ``user_config`` is not in force.
     """
-    ready, stopping = services.fleet.ready(), services.access.drain.stopping
+    ready, stopping = any(each.ready() for each in services.all), services.access.drain.stopping
     status = "stopping" if stopping else "ok" if ready else "starting"
-    body = {"status": status, "replicas": len(services.fleet.core.replica_ids)}
+    replicas = {each.config.model_name: len(each.fleet.core.replica_ids) for each in services.all}
+    body = {"status": status, "replicas": sum(replicas.values())}
+    if services.several is not None and services.access.guard.sees_all(request):
+        body["models"] = await services.several.health()
     if services.refused_settings and services.access.guard.sees_all(request):
         body["refused_user_config"] = services.refused_settings
     return json_response(body, 200 if ready and not stopping else 503)
@@ -108,7 +111,7 @@ async def ping(request: Request, services: Front) -> Response:
 async def load(request: Request, services: Front) -> Response:
     """How many requests wait and answers are generated through this ingress; a tenant sees its own (vLLM's path)."""
     viewer = services.access.guard.viewer(request)
-    return json_response({"server_load": services.access.front_door.load(viewer)})
+    return json_response({"server_load": sum(each.access.front_door.load(viewer) for each in services.all)})
 
 
 @router.get("/version", tags=["operations"])
@@ -152,17 +155,17 @@ async def explain(request: Request, services: Front) -> Response:
     `refusal` and `wait`: the reason for which the ingress would refuse it or let it wait, or null. `notes`: a line for
     each capability that a replica goes without, because its version of vLLM differs there.
     """
-    body = await services.body(request)
-    door = services.access.front_door
-    return json_response(
-        await explanation(body, services.fleet.core, services.catalog.preparer, services.access.tenants, door)
-    )
+    return json_response(await services.explanation(await services.body(request)))
 
 
 @router.post("/reset_prefix_cache", tags=["operations"])
 @guarded("reset_prefix_cache", operator=True)
 async def reset_prefix_cache(request: Request, services: Front) -> Response:
-    """Drop every unused cached block on every replica (vLLM's path)."""
-    complete = all(await services.fleet.broadcast.replicas("reset_prefix_cache", timeout_s=30))
-    services.records.live.reset(complete=complete)
+    """Drop every unused cached block on every replica, of one model or all (vLLM's path)."""
+    wanted = (services,) if "model" in request.query_params else services.all
+    complete = True
+    for each in wanted:
+        whole = all(await each.fleet.broadcast.replicas("reset_prefix_cache", timeout_s=30))
+        each.records.live.reset(complete=whole)
+        complete = complete and whole
     return json_response({"complete": complete})

@@ -37,7 +37,7 @@ async def input_tokens(request: Request, services: Front) -> Response:
     tenant = services.access.guard.tenant(request)
     read = functools.partial(parse_input_tokens, model=services.catalog.base_model["id"])
     conversation = Conversation(services.records.stored, tenant.name, read)
-    ids, wanted = await services.completions.tokens(request, tenant, conversation.parse, conversation)
+    ids, wanted, _ = await services.completions.tokens(request, tenant, conversation.parse, conversation)
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)}, headers=warnings(wanted))
 
 

@@ -30,10 +30,9 @@ async def tokenize(request: Request, services: Front) -> Response:
         names = asked.names
         return asked.request
 
-    ids, wanted = await services.completions.tokens(request, services.access.guard.tenant(request), parse)
-    told, tokenizer = ids.tolist(), services.completions.tokenizer
-    most = services.catalog.base_model["max_model_len"]
-    shown = tokens_body(told, most, tokenizer.names_of(told) if names else None)
+    ids, wanted, model = await services.completions.tokens(request, services.access.guard.tenant(request), parse)
+    told = ids.tolist()
+    shown = tokens_body(told, model.limits.max_model_len, model.tokenizer.names_of(told) if names else None)
     return json_response(shown, headers=warnings(wanted))
 
 

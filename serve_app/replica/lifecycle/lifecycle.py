@@ -122,7 +122,7 @@ class Lifecycle:
 
     def __post_init__(self) -> None:
         context = serve.get_replica_context()
-        self._app_name = context.app_name
+        self._board = notices.board_name(context.app_name, context.deployment)
         self._replica_id: str = context.replica_id.unique_id
         self._loop = asyncio.get_running_loop()
         self.departure = Departure(self._replica_id, self._leave, self._stay, self._loop)
@@ -194,6 +194,6 @@ class Lifecycle:
         notice = {"replica_id": self._replica_id, **receipt.to_json()}
         try:
             async with asyncio.timeout(POST_S):
-                await asyncio.to_thread(notices.post, self._app_name, kind, self._replica_id, notice)
+                await asyncio.to_thread(notices.post, self._board, kind, self._replica_id, notice)
         except Exception:
             logger.warning("the %s of this replica could not be posted", kind, exc_info=True)

@@ -120,6 +120,7 @@ class Context:
     raw_metrics: Any
     running_replicas: list[ReplicaID] = field(default_factory=list)
     app_name: str = "app"
+    deployment_name: str = "Replica"
     total_num_requests: float = 1000.0
     policy_state: dict[str, Any] = field(default_factory=dict)
     config: Any = field(default_factory=lambda: _autoscaling(REPLICA_POLICY, 1, 512))

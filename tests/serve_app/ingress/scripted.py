@@ -148,10 +148,12 @@ def partial_services(**parts: Any) -> Services:
     )  # fmt: skip
 
 
-def observed(metrics: IngressMetrics, front_door: FrontDoor, misses: MissDetector | None = None) -> Observers:
+def observed(
+    metrics: IngressMetrics, front_door: FrontDoor, misses: MissDetector | None = None, ledger: Ledger | None = None
+) -> Observers:
     """Return an ingress' observers, as it has them."""
     observers = Observers(refused=[metrics.refused], missed=[metrics.missed], ended=[trace_answer])
-    observe_usage(observers, Ledger(None, 16), metrics)
+    observe_usage(observers, ledger or Ledger(None, 16), metrics)
     observe_prompts(observers, PromptTraffic())
     observe_costs(observers, front_door)
     if misses is not None:

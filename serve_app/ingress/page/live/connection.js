@@ -1,6 +1,6 @@
 // The event stream, kept open: after a break it is requested again, with growing pauses, and starts with a snapshot.
 
-import { ask, eventsOf, problemOf } from "../api.js";
+import { aboutModel, ask, eventsOf, problemOf } from "../api.js";
 
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 5000;
@@ -57,7 +57,7 @@ export class Connection {
       const attempt = (this.attempt = { live: false, abort: new AbortController() });
       signal.addEventListener("abort", () => attempt.abort.abort(), { once: true });
       try {
-        const response = await ask("v1/cache/events", { which: "map", signal: attempt.abort.signal });
+        const response = await ask(aboutModel("v1/cache/events"), { which: "map", signal: attempt.abort.signal });
         if ([401, 403, 404].includes(response.status)) {
           this.tell("refused", await problemOf(response, "map"), response.status === 401);
           return;

@@ -1,6 +1,6 @@
 // The table of sessions. The page requests it only while it is open and visible.
 
-import { ask, problemOf } from "../api.js";
+import { aboutModel, ask, problemOf } from "../api.js";
 import { byId, count, make, seconds } from "../dom.js";
 
 const EVERY_MS = 2000;
@@ -37,7 +37,7 @@ export class Sessions {
     if (!open || hidden || document.hidden) return;
     let [sessions, note, waitMs] = [[], "", EVERY_MS];
     try {
-      const response = await ask("v1/cache/sessions", { which: "map" });
+      const response = await ask(aboutModel("v1/cache/sessions"), { which: "map" });
       if (response.status === 404) throw new Error("This server does not report sessions.");
       if (!response.ok) throw new Error(await problemOf(response, "map"));
       sessions = (await response.json()).sessions;

@@ -1,0 +1,166 @@
+"""The served models of one ingress, and which of them a name means for whom.
+
+Each has ``Services`` of its own: router, tokenizer, adapters, limits, queue and counts. Keys, tenants, usage and stored
+responses are common to all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from starlette.requests import Request
+
+from router.protocol.samples import Sample
+from serve_app.checkpoints.adapter_registry import no_such_model
+from serve_app.config.app import AppConfig
+from serve_app.errors import AuthenticationFailed, Overloaded, RateLimited
+from serve_app.fairness.front_door import Arrival, FrontDoor
+from serve_app.ingress.broadcast import Broadcast, message_of
+from serve_app.ingress.completions import Chosen
+from serve_app.ingress.observe.metrics import IngressMetrics, with_label
+from serve_app.tenants import Tenant
+
+if TYPE_CHECKING:
+    from serve_app.ingress.services import Services
+
+BODIES = 8
+"""The number of bodies of maximum size that an ingress holds before admission, over all tenants."""
+
+DOWN_AGAIN_S = 10.0
+"""When to send a request again to a model that this ingress cannot serve."""
+
+
+@dataclass(slots=True)
+class Models:
+    """The models by name, in the order of the settings. ``down``: why others of the settings cannot be served here.
+
+    ``entrance``: where requests arrive; ``metrics``: counts those that chose no model. ``broadcast``: to all ingresses.
+    """
+
+    aliases: Mapping[str, str]
+    entrance: FrontDoor
+    metrics: IngressMetrics
+    broadcast: Broadcast
+    served: dict[str, Services] = field(default_factory=dict)
+    down: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Services:
+        """The first of the served models."""
+        return next(iter(self.served.values()))
+
+    async def configure(self, config: AppConfig) -> None:
+        """Apply other live settings of all models."""
+        for name, one in config.served().items():
+            if name in self.served:
+                await self.served[name].configure(one)
+        self.aliases = config.aliases
+        self.metrics.expect(self.first.access.tenants.by_name)
+        self.entrance.configure(config.max_queued_requests, BODIES * config.max_body_bytes)
+
+    def samples(self) -> list[Sample]:
+        """Return the samples of this ingress, those of a model with its name."""
+        samples = [*self.metrics.samples(), *self.entrance.samples()]
+        for name, services in self.served.items():
+            samples += with_label(services.own_samples(), "model", name)
+        return samples
+
+    def asked(self, request: Request) -> Services:
+        """Return the model of a request's query (``?model=``), else the caller's first one.
+
+        Raises ModelNotFound for one that the caller may not use, AuthenticationFailed, and Overloaded.
+        """
+        name = request.query_params.get("model")
+        if name is not None:
+            return self._named(self.aliases.get(name, name), self._caller(request))
+        try:
+            tenant = self._caller(request)
+        except AuthenticationFailed:  # what needs a key asks for it
+            return self.first
+        return self._first_of(tenant)
+
+    def explained(self, name: str | None, tenant: Tenant | None) -> Services:
+        """Return the model of a tenant's request to explain; without a name, or a tenant, its first one."""
+        if name is None or tenant is None:
+            return self._first_of(tenant)
+        return self._named(self.aliases.get(name, name), tenant)
+
+    async def health(self) -> dict[str, Any]:
+        """Return each model's status and number of replicas, and why it has none."""
+        shown: dict[str, Any] = {name: {"status": "down", "replicas": 0, "why": why} for name, why in self.down.items()}
+        for name, services in self.served.items():
+            replicas = len(services.fleet.core.replica_ids)
+            shown[name] = {"status": "ok" if services.ready() else "starting", "replicas": replicas}
+            if not replicas and (why := await asyncio.to_thread(message_of, *services.deployment)):
+                shown[name]["why"] = why
+        return shown
+
+    def _first_of(self, tenant: Tenant | None) -> Services:
+        return next((services for services in self.served.values() if _names(services, tenant)), self.first)
+
+    def choose(self, name: str, tenant: Tenant, arrival: Arrival) -> Chosen:
+        """Return who answers a tenant's request for a model, and let it wait there.
+
+        A model with a ``fallback`` that has no replica, or whose queue is full, leaves its requests to that, if the
+        tenant may use it. Raises ModelNotFound, RateLimited and Overloaded.
+        """
+        name = self.aliases.get(name, name)
+        found = self._named(name, tenant)
+        other = self.served.get(found.config.fallback or "") if name == found.config.model_name else None
+        if other is None or not _may_use(other, other.config.model_name, tenant):
+            arrival.move(found.access.front_door)
+            return Chosen(found.completions, name)
+        why: Literal["down", "full"] = "down"
+        if found.may_answer:
+            try:
+                arrival.move(found.access.front_door)
+            except (RateLimited, Overloaded):
+                why = "full"
+            else:
+                return Chosen(found.completions, name)
+        arrival.move(other.access.front_door)
+        found.records.metrics.add("warmpath_fallbacks_total", fallback=other.config.model_name, cause=why)
+        return Chosen(other.completions, other.config.model_name, f"{name} is {why}: its fallback answers")
+
+    def listed(self, request: Request) -> list[dict[str, Any]]:
+        """Return the models, adapters and aliases that the caller may use, as in ``/v1/models``."""
+        return [one for services in self.served.values() for one in services.own_models(request)]
+
+    def taken(self, name: str) -> bool:
+        """Return whether a model or an adapter has this name."""
+        return name in self.down or any(_may_use(services, name, None) for services in self.served.values())
+
+    def _caller(self, request: Request) -> Tenant | None:
+        """Return the caller's tenant, or None for one who sees all. Raises AuthenticationFailed."""
+        guard = self.first.access.guard
+        return None if guard.sees_all(request) else guard.tenant(request)
+
+    def _named(self, name: str, tenant: Tenant | None) -> Services:
+        """Return the model of a model's or an adapter's name, if the caller may use it."""
+        for services in self.served.values():
+            if _may_use(services, name, tenant):
+                return services
+        if name in self.down and (tenant is None or tenant.models is None or name in tenant.models):
+            message = f"The model {name!r} cannot be served now; the operator sees why in /health."
+            raise Overloaded(message, code="model_down", retry_after_s=DOWN_AGAIN_S)
+        known = [name for services in self.served.values() for name in _names(services, tenant)]
+        for services in self.served.values():
+            if tenant is None or tenant.models is None or name in tenant.models:
+                services.catalog.adapters.require_current()
+        raise no_such_model(name, known)
+
+
+def _may_use(services: Services, name: str, tenant: Tenant | None) -> bool:
+    if tenant is None:
+        return name == services.config.model_name or services.catalog.adapters.get(name) is not None
+    return services.catalog.adapters.serves(name, tenant.name, tenant.models)
+
+
+def _names(services: Services, tenant: Tenant | None) -> list[str]:
+    """Return the names of a model and its adapters that the caller may use."""
+    adapters, models = services.catalog.adapters, None if tenant is None else tenant.models
+    base = [services.config.model_name] if adapters.base_visible(models) else []
+    return [*base, *(spec.name for spec in adapters.visible(None if tenant is None else tenant.name, models))]

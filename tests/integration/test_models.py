@@ -1,0 +1,190 @@
+"""Several models at one address on real Ray Serve: changes of one leave the others, and one comes back from zero."""
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from benchmarks.common.prompts import text_of
+from serve_app.checkpoints.sources import resolve_model
+from tests.integration.conftest import HTTP, cache_state, eventually
+from tests.integration.test_deploy import KEYS, Cluster, bearer, cluster, ray, tenant
+
+__all__ = ["cluster", "ray"]
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+CHAT = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 8, "temperature": 0}
+TORCH = {"served_model_name": "torch-demo", "num_blocks": 512}
+SIMULATED = {"served_model_name": "simulated-demo", "engine": "simulated"}
+SURGE = {"max_surge_percent": 50}
+OPERATOR = "operator"
+
+
+def args_of(*models: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return settings for models; three tenants: of both models, of the simulated one, of the other one."""
+    tenants = [tenant("acme"), tenant("zeta", models=["simulated-demo", "new"])]
+    return {
+        "model": "demo",
+        "replicas": 1,
+        "replica_num_cpus": 0.1,
+        "models": list(models),
+        "tenants": tenants,
+        "operator_key_sha256": [KEYS[OPERATOR][1]],
+        **more,
+    }
+
+
+def deploy(cluster: Cluster, args: dict[str, Any], prefix: str = "/") -> None:
+    app = {"name": "warmpath", "route_prefix": prefix, "import_path": "serve_app:build_app", "args": args}
+    cluster.serve("PUT", cluster.config({**app, "deployments": [{"name": "Ingress", **SURGE}]}))
+
+
+def health(cluster: Cluster) -> dict[str, Any]:
+    answer = HTTP.get(f"{cluster.url}/health", headers=bearer(OPERATOR))
+    if "json" not in answer.headers["content-type"]:  # no ingress runs yet
+        answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def ask(cluster: Cluster, model: str, who: str = "acme", **body: object) -> httpx.Response:
+    return cluster.chat(who, **{**CHAT, "model": model, **body})
+
+
+def pids(cluster: Cluster, model: str) -> set[int]:
+    state = HTTP.get(f"{cluster.url}/v1/cache/state?model={model}", headers=bearer(OPERATOR)).json()
+    return {replica["pid"] for replica in state["replicas"]}
+
+
+def statuses(cluster: Cluster) -> dict[str, str]:
+    """Return what `serve status` says of each deployment."""
+    deployments = cluster.serve("GET")["applications"]["warmpath"]["deployments"]
+    return {name: deployment["status"] for name, deployment in deployments.items()}
+
+
+@contextmanager
+def load(cluster: Cluster, model: str) -> Iterator[list[int | str]]:
+    """Send requests of two clients to a model; yield the answers' statuses, or errors."""
+    stop, got = threading.Event(), list[int | str]()
+
+    def client() -> None:
+        while not stop.is_set():
+            try:
+                got.append(ask(cluster, model, "zeta").status_code)
+            except httpx.HTTPError as error:
+                got.append(repr(error))
+
+    threads = [threading.Thread(target=client) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield got
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_model_that_cannot_start_comes_or_goes_leaves_the_others(cluster: Cluster) -> None:
+    """Under load on one model: it keeps its process, and none of its requests fails."""
+    deploy(cluster, args_of(TORCH, SIMULATED))
+    eventually(lambda: health(cluster)["replicas"] == 2, 300)
+    assert statuses(cluster).keys() == {"Ingress", "Replica-torch-demo", "Replica-simulated-demo"}
+    for who, model, status in (
+        ("acme", "torch-demo", 200), ("acme", "simulated-demo", 200), ("zeta", "simulated-demo", 200),
+        ("zeta", "torch-demo", 404), ("acme", "none", 404),
+    ):  # fmt: skip
+        answer = ask(cluster, model, who)
+        assert answer.status_code == status, answer.text
+    assert "use 'simulated-demo' (" in ask(cluster, "torch-demo", "zeta").text
+    eventually(lambda: len(pids(cluster, "simulated-demo")) == 1)
+    before = pids(cluster, "simulated-demo")
+    with load(cluster, "simulated-demo") as got:
+        broken = {"served_model_name": "broken", "model": "/nowhere/at/all"}
+        deploy(cluster, args_of(TORCH, SIMULATED, broken))
+        eventually(lambda: health(cluster)["models"].get("broken", {}).get("status") == "down", 300)
+        assert "/nowhere/at/all" in health(cluster)["models"]["broken"]["why"]
+        assert ask(cluster, "broken").status_code == 503
+        new = {**SIMULATED, "served_model_name": "new"}
+        deploy(cluster, args_of(SIMULATED, new, aliases={"torch-demo": "new"}))
+        eventually(lambda: ask(cluster, "new").status_code == 200, 300)
+        eventually(lambda: ask(cluster, "torch-demo").json().get("model") == "new", 300)
+        eventually(lambda: statuses(cluster).keys() == {"Ingress", "Replica-simulated-demo", "Replica-new"}, 300)
+        many = len(got)
+        eventually(lambda: len(got) > many + 10)
+    assert Counter(got).keys() == {200}, Counter(got)
+    assert pids(cluster, "simulated-demo") == before
+
+
+def test_a_model_goes_to_zero_and_comes_back_with_what_was_saved(cluster: Cluster, tmp_path: Path) -> None:
+    """All who wait while its first replica starts are answered; the saved prompt comes from the disk."""
+    scaled = {"min_replicas": 0, "max_replicas": 1, "downscale_delay_s": 10}
+    disk = {"disk_cache_bytes": "256MiB", "disk_cache_dir": str(tmp_path)}
+    zero = {"served_model_name": "zero", "autoscaling": scaled, "num_blocks": 512, **disk}
+    deploy(cluster, args_of(SIMULATED, zero))
+    eventually(lambda: health(cluster)["models"]["simulated-demo"]["status"] == "ok", 300)
+    assert health(cluster)["models"]["zero"] == {"status": "ok", "replicas": 0}
+    system = text_of(4000, resolve_model("demo"), 1)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "Count."}]
+    told: dict[str, float] = {}
+
+    def first(name: str, **body: object) -> int:
+        """Ask from zero, and return the number of cached tokens."""
+        begun_s = time.monotonic()
+        answer = ask(cluster, "zero", messages=messages, max_tokens=1, **body)
+        assert answer.status_code == 200, answer.text
+        told[name] = time.monotonic() - begun_s
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert first("cold", save_system_prompt_kv_cache=True) == 0
+    ask(cluster, "zero", messages=messages, max_tokens=1)
+    eventually(lambda: health(cluster)["models"]["zero"]["replicas"] == 0, 120)
+    answers = list[int]()
+    threads = [threading.Thread(target=lambda: answers.append(ask(cluster, "zero").status_code)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert first("saved") >= 3900
+    for thread in threads:
+        thread.join()
+    assert answers == [200] * 8
+    if "REPORT" in os.environ:
+        print(told)
+
+
+def test_two_applications_in_one_file_have_their_own_pages(cluster: Cluster) -> None:
+    """Chat, page and docs of both; a prefix without its slash leads to the page."""
+    apps = [
+        {
+            "name": name,
+            "route_prefix": prefix,
+            "import_path": "serve_app:build_app",
+            "args": {"model": "demo", "engine": "simulated", "replicas": 1, "served_model_name": name},
+        }
+        for name, prefix in (("one", "/"), ("two", "/two"))
+    ]
+    cluster.serve("PUT", cluster.config(*apps))
+    for name, prefix in (("one", ""), ("two", "/two")):
+        url = cluster.url + prefix
+        eventually(lambda url=url: HTTP.get(f"{url}/health").status_code == 200, 300)
+        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == [name]
+            answer = client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
+            assert answer.model == name
+        page, docs = HTTP.get(f"{url}/"), HTTP.get(f"{url}/docs")
+        assert "warmpath" in page.text and "url: 'openapi.json'" in docs.text
+        schema = HTTP.get(str(docs.url.join("openapi.json"))).json()
+        assert schema.get("servers", [{"url": ""}]) == [{"url": prefix}]
+        assert cache_state(url)["model"] == name
+    moved = HTTP.get(f"{cluster.url}/two", follow_redirects=False)
+    assert (moved.status_code, str(moved.url.join(moved.headers["location"]))) == (307, f"{cluster.url}/two/")
+    refused = HTTP.post(f"{cluster.url}/two/v1/messages/none", json={})
+    assert refused.json()["type"] == "error", "an error in Anthropic's shape"
