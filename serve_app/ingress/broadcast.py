@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 INGRESS_NAME = "Ingress"
 NONE_S = 3.0
-"""After this time without an answer, a deployment that may have no replica has none."""
+"""After this time a new handle knows the replicas, if there are any."""
 LEVEL_S = 2.0
 """The longest wait of a request for the other ingresses' counts."""
 
@@ -70,16 +70,14 @@ class Broadcast:
     ) -> None:
         """Return once replicas and ingresses answer and ``adapters`` is current. ``learn``: asks ingresses for more.
 
-        A handle creates its router at its first call. ``from_zero``: there may be no replica, and so none to ask.
+        A handle's router answers after its first call. ``from_zero``: there may be no replica, and so none to ask.
         """
         while True:
             try:
-                try:
-                    async with asyncio.timeout(NONE_S if from_zero else None):
-                        await self.replica.describe.remote()
-                except TimeoutError:
-                    if self._there_are_replicas:
-                        raise
+                if from_zero:  # a call would start one
+                    await asyncio.sleep(NONE_S)
+                if not from_zero or self._there_are_replicas:
+                    await self.replica.describe.remote()
                 # All replicas may be younger than an adapter that an operator loaded; other ingresses know it, too.
                 for known in [*await self.replicas("known_adapters"), *await self.ingresses("known_adapters")]:
                     adapters.merge(known)

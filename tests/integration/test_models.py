@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from openai import OpenAI
 
 from benchmarks.common.prompts import text_of
 from serve_app.checkpoints.sources import resolve_model
+from serve_app.cli.local_ray import answers
 from tests.integration.conftest import HTTP, cache_state, eventually
 from tests.integration.test_deploy import KEYS, Cluster, bearer, cluster, ray, tenant
 
@@ -56,7 +58,7 @@ def health(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-def ask(cluster: Cluster, model: str, who: str = "acme", **body: object) -> httpx.Response:
+def ask(cluster: Cluster, model: str, who: str = "acme", **body: Any) -> httpx.Response:
     return cluster.chat(who, **{**CHAT, "model": model, **body})
 
 
@@ -137,7 +139,7 @@ def test_a_model_goes_to_zero_and_comes_back_with_what_was_saved(cluster: Cluste
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "Count."}]
     told: dict[str, float] = {}
 
-    def first(name: str, **body: object) -> int:
+    def first(name: str, **body: Any) -> int:
         """Ask from zero, and return the number of cached tokens."""
         begun_s = time.monotonic()
         answer = ask(cluster, "zero", messages=messages, max_tokens=1, **body)
@@ -148,14 +150,14 @@ def test_a_model_goes_to_zero_and_comes_back_with_what_was_saved(cluster: Cluste
     assert first("cold", save_system_prompt_kv_cache=True) == 0
     ask(cluster, "zero", messages=messages, max_tokens=1)
     eventually(lambda: health(cluster)["models"]["zero"]["replicas"] == 0, 120)
-    answers = list[int]()
-    threads = [threading.Thread(target=lambda: answers.append(ask(cluster, "zero").status_code)) for _ in range(8)]
+    got = list[int]()
+    threads = [threading.Thread(target=lambda: got.append(ask(cluster, "zero").status_code)) for _ in range(8)]
     for thread in threads:
         thread.start()
     assert first("saved") >= 3900
     for thread in threads:
         thread.join()
-    assert answers == [200] * 8
+    assert got == [200] * 8
     if "REPORT" in os.environ:
         print(told)
 
@@ -174,7 +176,7 @@ def test_two_applications_in_one_file_have_their_own_pages(cluster: Cluster) -> 
     cluster.serve("PUT", cluster.config(*apps))
     for name, prefix in (("one", ""), ("two", "/two")):
         url = cluster.url + prefix
-        eventually(lambda url=url: HTTP.get(f"{url}/health").status_code == 200, 300)
+        eventually(partial(answers, f"{url}/health"), 300)
         with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             assert [model.id for model in client.models.list()] == [name]
             answer = client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])

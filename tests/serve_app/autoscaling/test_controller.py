@@ -196,3 +196,27 @@ def test_between_two_control_periods_nothing_is_decided() -> None:
     assert replica(Context(3, raw(ids(3), REPLICA.to_floats(), 1.0), ids(3)))[0] == 3
     Clock.now_s += CONTROL_PERIOD_S
     assert replica(Context(3, raw(ids(3), REPLICA.to_floats(), 2.0), ids(3)))[0] == 6
+
+
+def test_each_of_several_models_follows_its_own_figures_and_one_at_zero_its_waiting_requests() -> None:
+    """The ingress reports of all in one; a board of one reads those with its name."""
+    ingress, replica = policies()
+    (source,) = ids(1)
+
+    def told(waiting: float) -> dict[str, float]:
+        one = replace(INGRESS, min_replicas=0.0, waiting_requests=waiting)
+        two = replace(INGRESS, min_replicas=2.0, waiting_requests=0.0)
+        named = (("Replica-one", one), ("Replica-two", two))
+        return {f"{name}:{key}": value for name, figures in named for key, value in figures.to_floats().items()}
+
+    def targets() -> list[int]:
+        Clock.now_s += CONTROL_PERIOD_S
+        contexts = (
+            Context(0, {}, deployment_name=name, total_num_requests=0.0) for name in ("Replica-one", "Replica-two")
+        )
+        return [replica(context)[0] for context in contexts]
+
+    ingress(Context(1, raw([source], told(0.0), Clock.now_s), [source], deployment_name="Ingress"))
+    assert targets() == [0, 2]
+    ingress(Context(1, raw([source], told(1.0), Clock.now_s), [source], deployment_name="Ingress"))
+    assert targets() == [1, 2]

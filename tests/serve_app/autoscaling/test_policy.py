@@ -280,3 +280,24 @@ def test_time_without_reports_is_no_time_in_which_the_first_token_was_late() -> 
     deployment.tick(8.0, 120, fault="replicas of two versions run")
     late = deployment.tick(8.0, 4, fault="", p90_ttft_s=6.0)[-1]
     assert late.target == before.target
+
+
+ZERO = replace(BOUNDS, min_replicas=0.0)
+
+
+@given(st.integers(0, 100), st.integers(0, 3))
+def test_the_first_replica_starts_for_the_first_request_without_delay(waiting: int, least: int) -> None:
+    now = Signals(0, 0, "", replace(ZERO, min_replicas=float(least)), waiting=float(waiting))
+    decision, state = decide(None, now, 1000.0)
+    assert decision.target == max(least, int(waiting > 0))
+    again, _ = decide(state, now, 1000.25)
+    assert again.target == decision.target
+
+
+def test_the_last_replica_stops_only_after_the_delay_without_any_work() -> None:
+    """What the caches hold does not keep it: tiers do, if there are any. With some work it stays."""
+    kept = {"pinned_tokens": 1e4, "pin_budget_tokens": 2.5e4, "pool_tokens": 1e5, "working_set_tokens": 1e5}
+    idle, busy = Deployment(1, ZERO), Deployment(1, ZERO)
+    assert min(one.target for one in idle.tick(0.0, PERIODS, **kept)) == 1
+    assert idle.tick(0.0, 2 * PERIODS, **kept)[-1].target == 0
+    assert min(one.target for one in busy.tick(0.01, 3 * PERIODS, **kept)) == 1

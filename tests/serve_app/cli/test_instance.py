@@ -11,8 +11,9 @@ import ray
 from rich.console import Console
 
 from serve_app.cli import instance
-from serve_app.cli.instance import failure, innermost
+from serve_app.cli.instance import failure
 from serve_app.config.app import AppConfig
+from serve_app.errors import innermost
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ class Begun(Exception):
     """The replica took the request."""
 
 
-def asked(decision: Decision | None) -> EngineOutput:
+def asked(decision: Decision | None, only: str = "") -> EngineOutput:
     """Ask a replica with ``LOAD`` and return its first chunk. Raises Begun if it takes the request."""
 
     def begin(*_: Any) -> None:
@@ -135,10 +135,18 @@ def asked(decision: Decision | None) -> EngineOutput:
         _adapters=SimpleNamespace(load_s=0.5),
         _puller=SimpleNamespace(tokens_per_s=7.0),
         _attributes={"zone": "a"},
+        _only=only,
     )
 
     replica._load = partial(Replica._load, replica)
     return output_of_wire(asyncio.run(Replica.generate(replica, structs.replace(REQUEST, decision=decision))))
+
+
+def test_a_replica_of_one_of_several_models_refuses_what_was_made_for_another() -> None:
+    """While a model takes another one's name over, an ingress may still have the other one's tokenizer."""
+    assert asked(None, only="another").error == "unavailable"
+    with pytest.raises(Begun):
+        asked(None, only=REQUEST.scope.model)
 
 
 def test_old_news_is_answered_with_the_load() -> None:

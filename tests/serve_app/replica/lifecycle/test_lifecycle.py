@@ -37,6 +37,7 @@ class Stage:
         self._engine, self._local = engine, local
         context = SimpleNamespace(
             app_name="app",
+            deployment="Replica",
             replica_id=SimpleNamespace(unique_id="me"),
             _deployment_config=SimpleNamespace(graceful_shutdown_timeout_s=60.0),
         )
