@@ -53,8 +53,12 @@ def read(app_name: str, kind: str) -> list[dict[str, Any]]:
 
 
 def read_shown(app_name: str) -> dict[str, list[dict[str, Any]]]:
-    """Return an application's notices of ``SHOWN_KINDS``, newest first."""
-    return {kind: read(app_name, kind) for kind in SHOWN_KINDS}
+    """Return an application's or a model's notices of ``SHOWN_KINDS``, newest first."""
+    shown = {kind: read(app_name, kind) for kind in SHOWN_KINDS}
+    whole, of_model, _ = app_name.rpartition(f"#{REPLICAS}-")
+    if of_model:  # ingresses, which have all models in common, write to the application's
+        shown["configuration"] += read(whole, "configuration")
+    return shown
 
 
 def _key(app_name: str, kind: str, name: str = "") -> bytes:

@@ -110,7 +110,9 @@ async def make_services(config: AppConfig, args: AppConfig, *replicas: Deploymen
     """
     common = await _make_common(config, replicas[0])
     if not config.models:
-        return await _make_model(common, config, args, replicas[0])
+        only = await _make_model(common, config, args, replicas[0])
+        SessionLimit(common.limits, config.block_size, lambda: only.fleet.core.loads.prefill_tokens_per_s)
+        return only
     door = FrontDoor(
         common.shares,
         places=lambda: 1,  # none is taken there
@@ -118,7 +120,7 @@ async def make_services(config: AppConfig, args: AppConfig, *replicas: Deploymen
         max_bytes=BODIES * config.max_body_bytes,
         limits=common.limits,
     )
-    models = Models(config.aliases, door, common.metrics, common.broadcast)
+    models = Models(config, door, common.metrics, common.broadcast)
     for (name, own), own_args, replica in zip(config.served().items(), args.served().values(), replicas, strict=True):
         try:
             models.served[name] = await _make_model(common, own, own_args, replica, models)
@@ -127,6 +129,7 @@ async def make_services(config: AppConfig, args: AppConfig, *replicas: Deploymen
             models.down[name] = str(error)
     if not models.served:
         raise CheckpointError("; ".join(f"{name}: {why}" for name, why in models.down.items()))
+    SessionLimit(common.limits, config.block_size, lambda: models.prefill_tokens_per_s)
     return models.first
 
 
@@ -202,7 +205,6 @@ async def _make_model(
     board = board_name(app_name, replica.deployment_name)
     core = core_for(deployment, RouterSettings.from_json(args.routing()))
     core.configure(RouterSettings.from_json(config.routing()))
-    SessionLimit(limits, config.block_size, lambda: core.loads.prefill_tokens_per_s)
     caller = ray.get_runtime_context().get_actor_name() or ""
     live = Live(
         common.name,

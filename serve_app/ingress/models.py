@@ -37,15 +37,30 @@ DOWN_AGAIN_S = 10.0
 class Models:
     """The models by name, in the order of the settings. ``down``: why others of the settings cannot be served here.
 
-    ``entrance``: where requests arrive; ``metrics``: counts those that chose no model. ``broadcast``: to all ingresses.
+    ``config``: the settings of all that are in force. ``entrance``: where requests arrive; ``metrics``: counts those
+    that chose no model. ``broadcast``: to all ingresses. ``fallbacks``: those of the settings.
     """
 
-    aliases: Mapping[str, str]
+    config: AppConfig
     entrance: FrontDoor
     metrics: IngressMetrics
     broadcast: Broadcast
     served: dict[str, Services] = field(default_factory=dict)
     down: dict[str, str] = field(default_factory=dict)
+    fallbacks: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fallbacks = {name: one.fallback for name, one in self.config.served().items() if one.fallback is not None}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Other names of models and adapters."""
+        return self.config.aliases
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """The prefill rate of a replica of the fastest model, 0.0 while unknown."""
+        return max(services.fleet.core.loads.prefill_tokens_per_s for services in self.served.values())
 
     @property
     def first(self) -> Services:
@@ -54,10 +69,18 @@ class Models:
 
     async def configure(self, config: AppConfig) -> None:
         """Apply other live settings of all models."""
-        for name, one in config.served().items():
-            if name in self.served:
-                await self.served[name].configure(one)
-        self.aliases = config.aliases
+        done: list[Services] = []
+        try:
+            for name, one in config.served().items():
+                if name in self.served:
+                    await self.served[name].configure(one)
+                    done.append(self.served[name])
+        except Exception:  # what is refused for one has changed none
+            before = self.config.served()
+            for services in done:
+                await services.configure(before[services.config.model_name])
+            raise
+        self.config = config
         self.metrics.expect(self.first.access.tenants.by_name)
         self.entrance.configure(config.max_queued_requests, BODIES * config.max_body_bytes)
 
@@ -108,13 +131,13 @@ class Models:
         tenant may use it. Raises ModelNotFound, RateLimited and Overloaded.
         """
         name = self.aliases.get(name, name)
-        found = self._named(name, tenant)
-        other = self.served.get(found.config.fallback or "") if name == found.config.model_name else None
-        if other is None or not _may_use(other, other.config.model_name, tenant):
+        other = self._fallback(name, tenant)
+        if other is None:
+            found = self._named(name, tenant)
             arrival.move(found.access.front_door)
             return Chosen(found.completions, name)
         why: Literal["down", "full"] = "down"
-        if found.may_answer:
+        if name in self.served and (found := self.served[name]).may_answer:
             try:
                 arrival.move(found.access.front_door)
             except (RateLimited, Overloaded):
@@ -122,7 +145,7 @@ class Models:
             else:
                 return Chosen(found.completions, name)
         arrival.move(other.access.front_door)
-        found.records.metrics.add("warmpath_fallbacks_total", fallback=other.config.model_name, cause=why)
+        self.metrics.add("warmpath_fallbacks_total", model=name, fallback=other.config.model_name, cause=why)
         return Chosen(other.completions, other.config.model_name, f"{name} is {why}: its fallback answers")
 
     def listed(self, request: Request) -> list[dict[str, Any]]:
@@ -132,6 +155,14 @@ class Models:
     def taken(self, name: str) -> bool:
         """Return whether a model or an adapter has this name."""
         return name in self.down or any(_may_use(services, name, None) for services in self.served.values())
+
+    def _fallback(self, name: str, tenant: Tenant) -> Services | None:
+        """Return who answers for a model that is down or full, if its tenant may use both."""
+        own = self.fallbacks.get(name)
+        other = self.served.get(own) if own is not None else None
+        if other is None or not _may_use(other, other.config.model_name, tenant):
+            return None
+        return other if tenant.models is None or name in tenant.models else None
 
     def _caller(self, request: Request) -> Tenant | None:
         """Return the caller's tenant, or None for one who sees all. Raises AuthenticationFailed."""

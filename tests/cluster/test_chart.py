@@ -53,6 +53,18 @@ def test_the_chart_is_well_formed(values: list[str]) -> None:
     helm("lint", "--strict", str(CHART), *values, *MONITORED)
 
 
+def test_each_of_several_models_has_its_deployment(tmp_path: Path) -> None:
+    """Under the name that the application gives it: else the check would miss one."""
+    models = [{}, {"served_model_name": "my own"}, {"model": "org/name"}, {"model": "/models/local.gguf"}]
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"settings": {"models": models}}))
+    service = made("-f", str(values))["RayService"]
+    [app] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    names = [deployment["name"] for deployment in app["deployments"]]
+    assert names == ["Ingress", "Replica-demo", "Replica-my-own", "Replica-org-name", "Replica-local"]
+    assert mistakes_in(yaml.safe_dump(service)) == []
+
+
 @VALUES
 def test_kuberay_takes_the_service(values: list[str]) -> None:
     """The service fits KubeRay's schema and has no field outside it."""

@@ -34,9 +34,17 @@ applications:
         max_surge_percent: {{ .Values.surge.ingress }}
         user_config: &live
           {{- toYaml .Values.live | nindent 10 }}
-      - name: Replica
+      {{- range .Values.settings.models | default (list nil) }}
+      - name: Replica{{ if kindIs "map" . }}-{{ include "warmpath.slug" (dict "entry" . "model" $.Values.settings.model) }}{{ end }}
         user_config: *live
-        max_surge_percent: {{ .Values.surge.replica }}
+        max_surge_percent: {{ $.Values.surge.replica }}
+      {{- end }}
+{{- end }}
+
+{{- define "warmpath.slug" -}}
+{{- $model := .entry.model | default .model | toString }}
+{{- $own := hasPrefix "/" $model | ternary (trimSuffix ".gguf" (base $model)) $model }}
+{{- regexReplaceAll "[^A-Za-z0-9_.-]" (.entry.served_model_name | default $own) "-" }}
 {{- end }}
 
 {{- define "warmpath.pod" -}}

@@ -30,31 +30,37 @@ Url = Annotated[
 ]
 
 
+Model = Annotated[str | None, typer.Option(help="whose prompts, if the instance has several models")]
+
+
 @app.command()
-def warm(ref: Ref, url: Url = LOCAL) -> None:
+def warm(ref: Ref, url: Url = LOCAL, model: Model = None) -> None:
     """Compute a version's KV on the replicas that will serve it."""
-    _show(_ask(url, "POST", "/warm", {"prompt_ref": ref}))
+    _show(_ask(url, "POST", "/warm", model, body={"prompt_ref": ref}))
 
 
 @app.command()
-def promote(ref: Ref, url: Url = LOCAL, cold: Cold = False) -> None:
+def promote(ref: Ref, url: Url = LOCAL, cold: Cold = False, model: Model = None) -> None:
     """Warm a version, then switch the name to it."""
-    _show(_ask(url, "POST", "/promote", {"prompt_ref": ref, "cold": cold}))
+    _show(_ask(url, "POST", "/promote", model, body={"prompt_ref": ref, "cold": cold}))
 
 
 @app.command()
-def rollback(name: Annotated[str, typer.Argument(help="NAME")], url: Url = LOCAL, cold: Cold = False) -> None:
+def rollback(
+    name: Annotated[str, typer.Argument(help="NAME")], url: Url = LOCAL, cold: Cold = False, model: Model = None
+) -> None:
     """Switch the name back to its previous version."""
-    _show(_ask(url, "POST", "/rollback", {"prompt_ref": name, "cold": cold}))
+    _show(_ask(url, "POST", "/rollback", model, body={"prompt_ref": name, "cold": cold}))
 
 
 @app.command()
 def status(
     name: Annotated[str | None, typer.Argument(help="NAME; default: all")] = None,
     url: Url = LOCAL,
+    model: Model = None,
 ) -> None:
     """Show each name's current version, and the hit rate of each version."""
-    for shown in _ask(url, "GET", f"?name={name}" if name else "")["data"]:
+    for shown in _ask(url, "GET", "", model, name=name)["data"]:
         _show(shown)
 
 
@@ -92,13 +98,16 @@ def verify(directory: PromptsDirectory = Path("prompts")) -> None:
     print(f"{directory}: {len(locks)} prompts, all as they were locked")
 
 
-def _ask(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def _ask(
+    url: str, method: str, path: str, model: str | None, *, name: str | None = None, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the JSON of an instance's answer, safe for a terminal; exit with status 2 on errors."""
     key = os.environ.get(OPERATOR_KEY) or os.environ.get(TENANT_KEY)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     whole = f"{url.rstrip('/')}/v1/prompts{path}"
     try:
-        answer = httpx.request(method, whole, json=body, headers=headers, timeout=TIMEOUT_S)
+        query = {key: value for key, value in (("name", name), ("model", model)) if value is not None}
+        answer = httpx.request(method, whole, params=query, json=body, headers=headers, timeout=TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(f"no server answers at {url}: {error}; name another by --url or $WARMPATH_URL")
     try:

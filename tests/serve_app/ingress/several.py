@@ -78,7 +78,7 @@ class Several:
         workers = FairWorkers(shares)
         entrance = FrontDoor(shares, places=lambda: 1, max_waiting=64, max_bytes=1 << 26, limits=limits)
         handle = cast(DeploymentHandle, SimpleNamespace(deployment_name="Replica"))
-        self.models = Models(config.aliases, entrance, metrics, Broadcast(handle, "app", 1))
+        self.models = Models(config, entrance, metrics, Broadcast(handle, "app", 1))
         self.scripts: dict[str, Script] = {}
         database = open_database(None, Path(":memory:"), BOUNDS)
         stored = StoredResponses(database, SECRET, workers, BOUNDS)

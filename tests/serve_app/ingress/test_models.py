@@ -249,6 +249,36 @@ def test_a_fallback_answers_for_a_full_model_if_the_tenant_may_use_it(checkpoint
     asyncio.run(ask())
 
 
+def test_a_fallback_answers_for_a_model_that_could_not_be_loaded(checkpoint: Checkpoint) -> None:
+    config = config_of("m0", "m1", m0={"fallback": "m1"}, tenants=tenants(acme=None, zeta=["m0"]))
+
+    async def ask() -> None:
+        several = Several(checkpoint, config)
+        del several.models.served["m0"]
+        several.models.down["m0"] = "there is no config.json"
+        several.application.state.services = several.models.first
+        body = {**CHAT, "model": "m0"}
+        answers = {who: await several.ask("/v1/chat/completions", body, key_of(who)) for who in ("acme", "zeta")}
+        assert answers["acme"].json()["model"] == "m1"
+        assert answers["zeta"].status_code == 503, "m1 is not in its list"
+
+    asyncio.run(ask())
+
+
+def test_a_live_change_that_one_model_refuses_changes_none(checkpoint: Checkpoint) -> None:
+    config = config_of("m0", "m1")
+
+    async def change() -> None:
+        several = Several(checkpoint, config)
+        several.models.served["m1"].catalog.prompts.replace.side_effect = ValueError  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=""):
+            await several.models.configure(config_of("m0", "m1", policy="round_robin", aliases={"x": "m0"}))
+        assert [several.core(name).settings.policy for name in ("m0", "m1")] == ["estimated_ttft"] * 2
+        assert several.models.aliases == {}
+
+    asyncio.run(change())
+
+
 def test_a_fallback_answers_for_a_model_without_replicas_but_not_for_its_adapters(checkpoint: Checkpoint) -> None:
     config = config_of("m0", "m1", m0={"fallback": "m1"})
 
