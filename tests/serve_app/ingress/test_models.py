@@ -270,8 +270,8 @@ def test_a_live_change_that_one_model_refuses_changes_none(checkpoint: Checkpoin
 
     async def change() -> None:
         several = Several(checkpoint, config)
-        several.models.served["m1"].catalog.prompts.replace.side_effect = ValueError  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match=""):
+        several.models.served["m1"].catalog.prompts.replace.side_effect = ValueError("refused")  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="refused"):
             await several.models.configure(config_of("m0", "m1", policy="round_robin", aliases={"x": "m0"}))
         assert [several.core(name).settings.policy for name in ("m0", "m1")] == ["estimated_ttft"] * 2
         assert several.models.aliases == {}
