@@ -12,9 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 
 from benchmarks.common.prompts import text_of
+from benchmarks.common.random_adapters import make_adapters
 from serve_app.checkpoints.sources import resolve_model
 from serve_app.cli.local_ray import answers
 from tests.integration.conftest import HTTP, cache_state, eventually
@@ -94,6 +96,61 @@ def load(cluster: Cluster, model: str) -> Iterator[list[int | str]]:
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def doors(url: str, key: str, model: str) -> dict[str, str]:
+    """Use a model by every door of both APIs' own clients; return the model that each answer names."""
+    with OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+        user = [{"role": "user", "content": "Who are you?"}]
+        options: dict[str, Any] = {"model": model, "max_tokens": 8}
+        chat = client.chat.completions.create(messages=user, **options)  # type: ignore[call-overload]
+        stream = client.chat.completions.create(messages=user, stream=True, **options)  # type: ignore[call-overload]
+        chunks = {chunk.model for chunk in stream}
+        assert len(chunks) == 1
+        response = client.responses.create(input="Who are you?", model=model, max_output_tokens=16)
+        more = client.responses.create(
+            input="And?", model=model, max_output_tokens=16, previous_response_id=response.id
+        )
+        assert client.responses.retrieve(response.id).output_text == response.output_text
+        named = {
+            "chat": chat.model,
+            "stream": chunks.pop(),
+            "completion": client.completions.create(prompt="I am", **options).model,
+            "response": response.model,
+            "continued": more.model,
+            "listed": client.models.retrieve(model).id,
+        }
+    with Anthropic(base_url=url, api_key=key, max_retries=0) as client:
+        message = client.messages.create(model=model, max_tokens=8, messages=[{"role": "user", "content": "Hi"}])
+        counted = client.messages.count_tokens(model=model, messages=[{"role": "user", "content": "Hi"}])
+        assert counted.input_tokens == message.usage.input_tokens
+        named["message"] = message.model
+    told = HTTP.post(
+        f"{url}/tokenize", json={"model": model, "prompt": "Hi"}, headers={"authorization": f"Bearer {key}"}
+    )
+    assert told.json()["count"] > 0
+    return named
+
+
+def test_every_door_leads_to_the_named_model(cluster: Cluster, tmp_path: Path) -> None:
+    """Two engines and an adapter on one of them, by the clients of both APIs, for tenants with lists of their own."""
+    (spec,) = make_adapters(resolve_model("demo"), tmp_path, 1)
+    adapted = {**TORCH, "lora_adapters": {"pirate": spec.path}}
+    deploy(cluster, args_of(adapted, SIMULATED, aliases={"gpt-4o": "simulated-demo"}))
+    eventually(lambda: health(cluster)["replicas"] == 2, 300)
+    names = {"torch-demo": "torch-demo", "pirate": "pirate", "gpt-4o": "simulated-demo"}
+    for model, answering in names.items():
+        named = doors(cluster.url, KEYS["acme"][0], model)
+        assert named.pop("listed") == model
+        assert set(named.values()) == {answering}, named
+    assert set(doors(cluster.url, KEYS["zeta"][0], "gpt-4o").values()) == {"gpt-4o", "simulated-demo"}
+    for model in ("torch-demo", "pirate"):
+        assert ask(cluster, model, "zeta").status_code == 404
+    usage = HTTP.get(f"{cluster.url}/v1/usage", headers=bearer("zeta")).json()
+    assert {row["model"] for row in usage["data"]} == {"simulated-demo"}
+    shown = HTTP.get(f"{cluster.url}/metrics", headers=bearer(OPERATOR)).text
+    pools = [line for line in shown.splitlines() if line.startswith("warmpath_kv_cache_blocks{")]
+    assert {line.split('model="')[1].split('"')[0] for line in pools} == {"torch-demo", "simulated-demo"}
 
 
 def test_a_model_that_cannot_start_comes_or_goes_leaves_the_others(cluster: Cluster) -> None:
