@@ -26,7 +26,7 @@ __all__ = ["cluster", "ray"]
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
-CHAT = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 8, "temperature": 0}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 8, "temperature": 0}
 TORCH = {"served_model_name": "torch-demo", "num_blocks": 512}
 SIMULATED = {"served_model_name": "simulated-demo", "engine": "simulated"}
 SURGE = {"max_surge_percent": 50}
@@ -101,11 +101,10 @@ def load(cluster: Cluster, model: str) -> Iterator[list[int | str]]:
 def doors(url: str, key: str, model: str) -> dict[str, str]:
     """Use a model by every door of both APIs' own clients; return the model that each answer names."""
     with OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-        user = [{"role": "user", "content": "Who are you?"}]
+        create: Any = client.chat.completions.create
         options: dict[str, Any] = {"model": model, "max_tokens": 8}
-        chat = client.chat.completions.create(messages=user, **options)  # type: ignore[call-overload]
-        stream = client.chat.completions.create(messages=user, stream=True, **options)  # type: ignore[call-overload]
-        chunks = {chunk.model for chunk in stream}
+        chat = create(messages=CHAT["messages"], **options)
+        chunks = {chunk.model for chunk in create(messages=CHAT["messages"], stream=True, **options)}
         assert len(chunks) == 1
         response = client.responses.create(input="Who are you?", model=model, max_output_tokens=16)
         more = client.responses.create(
@@ -125,9 +124,8 @@ def doors(url: str, key: str, model: str) -> dict[str, str]:
         counted = client.messages.count_tokens(model=model, messages=[{"role": "user", "content": "Hi"}])
         assert counted.input_tokens == message.usage.input_tokens
         named["message"] = message.model
-    told = HTTP.post(
-        f"{url}/tokenize", json={"model": model, "prompt": "Hi"}, headers={"authorization": f"Bearer {key}"}
-    )
+    header = {"authorization": f"Bearer {key}"}
+    told = HTTP.post(f"{url}/tokenize", json={"model": model, "prompt": "Hi"}, headers=header)
     assert told.json()["count"] > 0
     return named
 
