@@ -63,11 +63,12 @@ class Ingress:
 
     async def merge_adapters(self, entries: list[AdapterEntry], model: str = "") -> None:
         """Merge another ingress' entries of adapters."""
-        self._services.of(model).catalog.adapters.merge(entries)
+        if self._services.has(model):
+            self._services.of(model).catalog.adapters.merge(entries)
 
     async def known_adapters(self, model: str = "") -> tuple[AdapterEntry, ...]:
         """Return this ingress' entries of adapters, for a newly started ingress."""
-        return self._services.of(model).catalog.adapters.entries()
+        return self._services.of(model).catalog.adapters.entries() if self._services.has(model) else ()
 
     async def reload_prompts(self, model: str = "") -> str:
         """Reload the prompt directory; return its problem, or ""."""
@@ -79,6 +80,8 @@ class Ingress:
 
     async def exchange_cutovers(self, cutovers: Cutovers, model: str = "") -> Cutovers:
         """Apply another ingress' cut-overs of prompts if they are newer; return the resulting state here."""
+        if not self._services.has(model):
+            return cutovers
         return await self._services.of(model).catalog.prompt_admin.exchange(cutovers)
 
     async def prompt_report(self, model: str = "") -> PromptReport:

@@ -156,6 +156,10 @@ class Services:
         """The services of every model of this ingress."""
         return (self,) if self.several is None else tuple(self.several.served.values())
 
+    def has(self, model: str) -> bool:
+        """Return whether ``of`` has services: during a rolling update, ingresses differ."""
+        return self.several is None or model in self.several.served
+
     def of(self, model: str) -> Services:
         """Return the services of one of several models, "": of the only one. Raises KeyError."""
         return self if self.several is None else self.several.served[model]

@@ -10,7 +10,7 @@ from ray.experimental import internal_kv
 from serve_app import reconfigure
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings
-from serve_app.notices import KEPT, clear, post, read, remove
+from serve_app.notices import KEPT, clear, post, read, read_shown, remove
 from serve_app.reconfigure import KIND, LiveSettings
 
 ACME = {"name": "acme", "key_sha256": ["a" * 64]}
@@ -50,10 +50,10 @@ def take_store_away(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make the settings of a replica that Serve starts with a user_config."""
 
-    def started(user_config: Any = None, **args: Any) -> LiveSettings:
+    def started(user_config: Any = None, deployment: str = "Ingress", **args: Any) -> LiveSettings:
         context = SimpleNamespace(
             app_name="app",
-            deployment="Ingress",
+            deployment=deployment,
             replica_id=SimpleNamespace(unique_id="r1"),
             _deployment_config=SimpleNamespace(user_config=user_config),
         )
@@ -75,6 +75,21 @@ def test_a_replica_starts_with_the_user_config_or_not_at_all(start: Any) -> None
     assert start({"policy": "lmetric"}, policy="sglang").config.policy == "lmetric"
     with pytest.raises(BadSettings, match="did you mean policy"):
         start({"polcy": "lmetric"})
+
+
+def test_a_replica_of_one_of_several_models_takes_its_part_and_has_a_board_of_its_own(start: Any) -> None:
+    """All deployments get the same user_config; what is wrong for one model is no other's notice."""
+    changes = {"aliases": {"x": "two"}, "models": [{"served_model_name": "two", "policy": "sglang"}], "strict": True}
+    one, two = (
+        start(changes, f"Replica-{name}", model="demo", served_model_name=name, policy="lmetric")
+        for name in ("one", "two")
+    )
+    assert [(each.config.policy, each.config.strict) for each in (one, two)] == [("lmetric", True), ("sglang", True)]
+    assert not asyncio.run(two.reconfigure({"polcy": "sglang"}, Applied()))
+    assert [notice["name"] for notice in read_shown("app#Replica-two")["configuration"]] == ["Replica-two r1"]
+    assert read_shown("app#Replica-one")["configuration"] == [] and not board()
+    asyncio.run(start({}).reconfigure({"polcy": "sglang"}, Applied()))
+    assert [notice["name"] for notice in read_shown("app#Replica-one")["configuration"]] == ["Ingress r1"]
 
 
 @pytest.mark.parametrize(
