@@ -64,10 +64,11 @@ def _ideal_s(session: AgentSession, settings: ClusterSettings, longest_pause_s: 
 
 
 class Agents:
-    """Runs a load on a cluster, once."""
+    """Runs a load on a cluster, once. ``closes``: clients name each stream of a session, and close it at its end."""
 
-    def __init__(self, cluster: Cluster, load: SimulatedLoad) -> None:
+    def __init__(self, cluster: Cluster, load: SimulatedLoad, *, closes: bool = False) -> None:
         self._cluster = cluster
+        self._closes = closes
         self._load = load
         self._began_s: dict[int, float] = {}
         self._ended_s: dict[int, float] = defaultdict(float)
@@ -91,7 +92,8 @@ class Agents:
         now_s = self._cluster.clock.now_s
         self._began_s.setdefault(session, now_s)
         request = self._load.requests[session, stream, turn]
-        self._cluster.send(replace(request, trace=replace(request.trace, arrival_s=now_s)))
+        name = f"{session}.{stream}" if self._closes else ""
+        self._cluster.send(replace(request, trace=replace(request.trace, arrival_s=now_s), session=name))
 
     def _ended(self, job: Job) -> None:
         session, at, turn = self._where[job.request.number]
@@ -100,6 +102,8 @@ class Agents:
         turns = streams[at].turns
         if turn + 1 < len(turns):
             clock.after(turns[turn + 1].pause_s, partial(self._send, session, at, turn + 1))
+        elif self._closes:
+            self._cluster.close(job.request.trace.tenant, job.request.session)
         if at == 0:
             for other, stream in enumerate(streams[1:], 1):
                 if stream.after == turn:
@@ -108,6 +112,7 @@ class Agents:
 
 CONTENDERS = {
     "warmpath": Contender(DEFAULT_POLICY, shortest_first=True, pull=True, admission=True),
+    "closes": Contender(DEFAULT_POLICY, shortest_first=True, pull=True, admission=True, closes=True),
     "no_admission": Contender(DEFAULT_POLICY, shortest_first=True, pull=True),
     "first_come": Contender(DEFAULT_POLICY),
     "power_of_two": Contender("power_of_two"),
@@ -125,7 +130,7 @@ def simulate_agents(
         blocks = round(pool * load.working_set_blocks / settings.replicas)
         for name, contender in CONTENDERS.items():
             row = results[f"{name}, pool {pool:g}"] = Agents(
-                Cluster(replace(settings, blocks=blocks), contender), load
+                Cluster(replace(settings, blocks=blocks), contender), load, closes=contender.closes
             ).run()
             print(f"{name}, pool {pool:g}: {_line(row)}", file=sys.stderr, flush=True)
     return results

@@ -87,6 +87,11 @@ class Cluster:
     def _submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:
         return self.replicas[decision.replica_id].submit(request, decision)
 
+    def close(self, tenant: str, name: str) -> None:
+        """End a session on every replica."""
+        for replica in self.replicas.values():
+            replica.close(tenant, name)
+
     def _first_token(self, job: Job) -> None:
         number = job.request.number
         assert number not in self.outcome.ttft_s

@@ -96,8 +96,9 @@ class SimulatedReplica:
         self.waiting.append(job)
         size = self.settings.block_size
         session = self.sessions.begin(
-            str(request.number), request.trace.tenant, request.block_hashes, len(tokens), job.held_blocks * size
-        )
+            str(request.number), request.trace.tenant, request.block_hashes, len(tokens), job.held_blocks * size,
+            request.session,
+        )  # fmt: skip
         pulled = max(0, decision.pull_tokens - job.held_blocks * size) if decision.pull_from else 0
         job.held = self._admission.waits(session, job.uncached_tokens - pulled, lambda: self._cached_tokens(job))
         self._admit_sessions()
@@ -266,6 +267,13 @@ class SimulatedReplica:
         self._start_next()
         self._report()
         self.on_end(job)
+
+    def close(self, tenant: str, name: str) -> None:
+        """End a session, like a replica: its own blocks go first then."""
+        for session in self.sessions.close(tenant, name):
+            first = -(-session.shared_tokens // self.settings.block_size)
+            self.cache.demote(self.cache.index.line_through(session.marks[0][1])[first:])
+        self._start_next()
 
     def _join_pull(self, job: Job) -> bool:
         """Let a job wait for another job's pull if that copies enough of its prompt."""

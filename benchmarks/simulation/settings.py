@@ -46,23 +46,29 @@ class Contender:
     """A policy with replicas of one kind.
 
     ``shortest_first``: least uncached work first, with aging; else first come, first served. ``pull``: the chosen
-    replica copies a prefix from another one if that is faster. ``admission``: sessions wait for capacity.
+    replica copies a prefix from another one if that is faster. ``admission``: sessions wait for capacity. ``closes``:
+    with agents, clients name their sessions and close them.
     """
 
     policy: str
     shortest_first: bool = False
     pull: bool = False
     admission: bool = False
+    closes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A trace's request. ``block_hashes``: its full blocks' hashes, packed; ``placement_key``: its opening's hash."""
+    """A trace's request. ``block_hashes``: its full blocks' hashes, packed; ``placement_key``: its opening's hash.
+
+    ``session``: its client's name for its session, "" for none.
+    """
 
     number: int
     trace: TraceRequest
     block_hashes: bytes
     placement_key: bytes
+    session: str = ""
 
     def prefixes(self) -> list[bytes]:
         """Return the hashes of the prompt's full blocks."""
