@@ -63,11 +63,13 @@ def benchmark(out: Path, rows: str) -> Iterator[tuple[subprocess.Popen[str], Sta
     try:
         yield process, started
         process.communicate(timeout=1200)
+        eventually(lambda: not started.running())
     finally:
-        process.kill()
-        process.wait()
         started.stop()
-    eventually(lambda: not started.running())
+        for pid in (process.pid, *started.running()):
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).kill()
+        process.wait()
 
 
 def rows_of(out: Path) -> Any:
