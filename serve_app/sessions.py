@@ -426,6 +426,7 @@ class SessionLimit:
         self._expired_s = clock()
         self._levels.counts[NAME] = self._count
         limits.checks.append(self._begin)
+        limits.close_session = self._sessions.close
 
     async def _begin(self, allowance: Allowance, prompts: Sequence[LimitedPrompt]) -> None:
         config = allowance.config
@@ -447,10 +448,6 @@ class SessionLimit:
                 sessions.drop(prompt.request_id)
                 wait_s = min(60.0, max(1.0, sessions.next_end_s(tenant) - self._clock()))
                 raise limit_reached(NAME, min(most, total - 1), most, "sessions", wait_s)
-
-    def close(self, tenant: str, name: str) -> None:
-        """End a tenant's sessions of a name."""
-        self._sessions.close(tenant, name)
 
     def _count(self, tenant: str, what: _Chain | None) -> tuple[int, bool]:
         moved = what is not None and self._sessions.leave(tenant, what.hashes, what.name)

@@ -96,6 +96,10 @@ class Ingress:
         """Return what a tenant has at this ingress; one that may be over a limit calls this."""
         return self._services.access.limits.levels.told(question)
 
+    async def close_session(self, tenant: str, name: str) -> None:
+        """End a tenant's sessions of a name in this ingress' limit; the ingress that closes them calls this."""
+        self._services.access.limits.close_session(tenant, name)
+
     async def recent_events(self, numbers: dict[str, int], model: str = "") -> Batch:
         """Return this ingress' events since ``numbers``; an ingress with watchers calls this every second."""
         return self._services.of(model).records.live.recent(numbers)

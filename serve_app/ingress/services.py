@@ -242,6 +242,10 @@ class Services:
         versions, _ = self.catalog.prompt_admin.traffic.report()
         return [*samples, *version_samples(versions)]
 
+    @property
+    def _everywhere(self) -> Broadcast:
+        return self.several.broadcast if self.several is not None else self.fleet.broadcast
+
     async def all_samples(self) -> list[Sample]:
         """Return the samples of every ingress and every replica."""
         samples: list[Sample] = []
@@ -251,11 +255,16 @@ class Services:
                 notices = await asyncio.to_thread(read, services.fleet.board, "autoscaling")
                 more += figures.autoscaling_samples(notices)
             samples += more if self.several is None else figures.with_label(more, "model", services.config.model_name)
-        everywhere = self.several.broadcast if self.several is not None else self.fleet.broadcast
-        ingresses = await everywhere.ingresses("named_samples", timeout_s=5) or [(self.name, self.samples())]
+        ingresses = await self._everywhere.ingresses("named_samples", timeout_s=5) or [(self.name, self.samples())]
         for name, more in ingresses:
             samples += figures.with_label(more, "ingress", name)
         return samples
+
+    async def close_session(self, tenant: str, name: str) -> int:
+        """End a tenant's sessions of a name everywhere; return how many replicas had one. Raises Overloaded."""
+        if not await self._everywhere.ingresses("close_session", tenant, name, timeout_s=5):
+            self.access.limits.close_session(tenant, name)
+        return sum([await each.fleet.sessions.close(tenant, name) for each in self.all])
 
     async def explanation(self, body: bytes) -> dict[str, Any]:
         """Return where the request in a body would go now. Raises the errors of ``reports.explanation``."""

@@ -177,7 +177,7 @@ FRESH_S = 1.0
 
 
 class SessionList:
-    """Collects and caches the session lists. ``replicas``: calls a method of every replica."""
+    """Collects and caches the lists of a model's sessions, and closes some. ``replicas``: calls a method of each."""
 
     def __init__(self, replicas: Callable[..., Awaitable[list[Any]]]) -> None:
         self._replicas = replicas
@@ -194,6 +194,19 @@ class SessionList:
         if viewer not in self._asked:
             self._asked[viewer] = now_s, asyncio.create_task(self._ask(viewer))
         return await asyncio.shield(self._asked[viewer][1])  # other requests wait for it, too
+
+    async def close(self, tenant: str, name: str) -> int:
+        """End a tenant's sessions of a name (``session_key``); return how many replicas had one that has ended now.
+
+        Raises Overloaded if a replica is silent.
+        """
+        try:
+            closed = await self._replicas("close_session", tenant, name, timeout_s=TIMEOUT_S)
+        except TimeoutError as error:
+            raise Overloaded("A replica does not close its sessions; ask again.", retry_after_s=5.0) from error
+        self._asked.pop(tenant, None)
+        self._asked.pop(None, None)
+        return sum(map(bool, closed))
 
     async def _ask(self, viewer: str | None) -> dict[str, Any]:
         try:

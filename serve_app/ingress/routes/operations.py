@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from router import __version__
 from serve_app.errors import InvalidRequest
+from serve_app.generation.prepare import session_key
 from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
 from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.metrics import render, without_tenants
@@ -145,6 +146,19 @@ async def sessions(request: Request, services: Front) -> Response:
     """The most recently used sessions of all replicas; a tenant sees its own."""
     tenant = None if services.access.guard.sees_all(request) else services.access.guard.tenant(request).name
     return json_response(await services.fleet.sessions.of(tenant))
+
+
+@router.delete("/v1/sessions/{session}", tags=["operations"])
+@guarded("close_session")
+async def close_session(request: Request, services: Front, session: str) -> Response:
+    """End one of the caller's sessions: its place is free, and what it alone used is evicted first.
+
+    `session`: the client's name for it, as in its header or field. `replicas`: how many had it. One whose request runs
+    ends with that.
+    """
+    tenant = services.access.guard.tenant(request).name
+    closed = await services.close_session(tenant, session_key(tenant, session))
+    return json_response({"id": session, "object": "session", "deleted": True, "replicas": closed})
 
 
 @router.post("/v1/cache/explain", tags=["operations"], **takes(ExplainBody))

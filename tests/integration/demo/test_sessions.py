@@ -43,6 +43,10 @@ def test_a_session_is_told_to_its_tenant_and_to_operators(served: Served) -> Non
     ask("/v1/responses", {"session-id": "weir"}, max_tokens=None, input=RULES[1])
     eventually(lambda: [len(rows("acme", word)) for word in ("sluice", "weir")] == [1, 1])
     assert HTTP.get(f"{served.url}/v1/cache/sessions").status_code == 401
+    for name, replicas in (("globex", 0), ("acme", 1), ("acme", 0)):
+        closed = HTTP.delete(f"{served.url}/v1/sessions/the-lock", headers=served.headers(name)).raise_for_status()
+        assert closed.json()["replicas"] == replicas
+    assert rows("operator", "the-lock") == []
 
 
 def test_a_tenants_sessions_are_limited_over_both_ingresses(served: Served) -> None:

@@ -52,7 +52,7 @@ class Ingresses:
         allowance = self.limits[ingress].begin(tenant)
         self._number += 1
         hashes = chain((word, BLOCKS + turn))
-        prompt = Prompt(f"r{self._number}", hashes, range(SIZE * (BLOCKS + turn)))
+        prompt = Prompt(f"r{self._number}", hashes, range(SIZE * (BLOCKS + turn)), f"named {word}")
         try:
             asyncio.run(allowance.prepared([prompt]))
         except RateLimited:
@@ -88,6 +88,23 @@ def test_a_session_too_many_is_refused_until_another_is_left(ingresses: int) -> 
         both.turn(0, "y", turn=2)  # it left long ago, so it is one more
     first.end()
     assert not any(sessions.live("b") for sessions in both.sessions), "nothing is known of a tenant without the limit"
+
+
+def test_a_closed_session_makes_room_for_another() -> None:
+    """At once, or when its request ends; a session of another name or tenant stays."""
+    one = Ingresses(1, 2)
+    running = one.begin(0, "x")
+    one.turn(0, "y")
+    for tenant, name in (("a", "named z"), ("b", "named y"), ("a", ""), ("a", "named x")):
+        one.limits[0].close_session(tenant, name)
+    assert one.live() == 2
+    one.limits[0].close_session("a", "named y")
+    one.turn(0, "z")
+    with pytest.raises(RateLimited):
+        one.turn(0, "y")
+    running.end()
+    one.turn(0, "y")
+    assert one.live() == 2
 
 
 @settings(max_examples=150, deadline=None)

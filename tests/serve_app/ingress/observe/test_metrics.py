@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -30,7 +31,7 @@ from serve_app.engine.vllm.settings import capability_samples
 from serve_app.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.shares import Shares
-from serve_app.generation.prepare import Limits, Preparer
+from serve_app.generation.prepare import Limits, Preparer, session_key
 from serve_app.ingress.observe import reports as module
 from serve_app.ingress.observe.families import FAMILIES, LABELS, SECTIONS, metrics_page
 from serve_app.ingress.observe.metrics import IngressMetrics, render, router_samples, with_label, without_tenants
@@ -351,7 +352,9 @@ class Replicas:
             bench.end(bench.arrive(tokens, tenant))
             bench.clock.now_s += 10.0
 
-    async def __call__(self, method: str, tenant: str | None, timeout_s: float) -> list[Any]:
+    async def __call__(self, method: str, tenant: str | None, name: str = "", *, timeout_s: float) -> list[Any]:
+        if method == "close_session":
+            return [len(bench.sessions.close(tenant or "", name)) for bench in self.benches.values()]
         assert method == "sessions"
         self.asked.append(tenant)
         await asyncio.sleep(0)
@@ -397,6 +400,30 @@ def test_each_key_sees_its_own(replicas: Replicas) -> None:
     ]
     assert [set(row) - {"replica", "sessions", "live_tokens"} for row in operator["replicas"]] == [{"room_tokens"}] * 2
     assert "acme" not in str(globex)
+
+
+def test_each_key_closes_its_own(replicas: Replicas) -> None:
+    """On every replica, and in the limit of every ingress; a session of another tenant with the same name stays."""
+    for bench in replicas.benches.values():
+        for session in bench.sessions.all():
+            session.name = session_key(session.tenant, "one")
+    services = services_of(CLOSED, sessions=SessionList(replicas))
+    services.access.limits, services.fleet.broadcast = Mock(), Mock(ingresses=AsyncMock(return_value=[]))
+    application = make_application(services)
+
+    async def answers() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            headers = {"authorization": f"Bearer {KEYS['acme'][0]}"}
+            asked = [("GET", PATH), ("DELETE", "/v1/sessions/two"), ("DELETE", "/v1/sessions/one"), ("GET", PATH)]
+            return [await client.request(method, path, headers=headers) for method, path in asked]
+
+    before, other, closed, after = asyncio.run(answers())
+    assert [len(listing.json()["sessions"]) for listing in (before, after)] == [2, 0], "the list is made anew"
+    assert other.json() == {"id": "two", "object": "session", "deleted": True, "replicas": 0}
+    assert closed.json() == {"id": "one", "object": "session", "deleted": True, "replicas": 2}
+    assert [session.tenant for bench in replicas.benches.values() for session in bench.sessions.all()] == ["globex"]
+    assert services.access.limits.close_session.call_args.args == ("acme", session_key("acme", "one"))
 
 
 def test_without_tenants_everybody_sees_all(replicas: Replicas) -> None:

@@ -111,6 +111,7 @@ TENANTS = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/load"),
+    ("DELETE", "/v1/sessions/one"),
     *(("GET", f"/v1/{name}") for name in ("models", "models/demo", "cache/events", "cache/sessions", "usage")),
 ]
 
