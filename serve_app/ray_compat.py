@@ -98,11 +98,11 @@ def keep_replicas(application: Application, settings: str) -> None:
     deployment = application._bound_deployment
     own = type(deployment._deployment_config)
 
-    class Kept(own):  # type: ignore[misc, valid-type]
+    class _SameVersion(own):  # type: ignore[misc, valid-type]
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, version if name == "version" else value)
 
-    deployment._deployment_config = Kept.model_construct(**dict(deployment._deployment_config))
+    deployment._deployment_config = _SameVersion.model_construct(**dict(deployment._deployment_config))
 
 
 def find_serve_actor(name: str) -> Any:

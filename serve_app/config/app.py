@@ -12,7 +12,7 @@ from serve_app.config.engine import ENGINES, EngineSection, EngineTraits, LoraSe
 from serve_app.config.quantities import Bytes, Seconds
 from serve_app.config.tenants import TenantsSection
 
-Entry = dict[str, Any]
+ModelEntry = dict[str, Any]
 """One of `models`: the settings of its own, by name."""
 
 MAX_REPLICAS = 512
@@ -99,7 +99,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id; default: its main branch")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own name")
-    models: list[Entry] = Field(
+    models: list[ModelEntry] = Field(
         default_factory=list,
         max_length=MAX_MODELS,
         description="several models at one address: a map of settings for each, by which it differs from those outside",
@@ -189,7 +189,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
             self.__dict__[name] = own[name]  # not as given: another engine has other defaults
         return self
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ModelEntry]:
         """Return all settings of each of ``models``, for ``AppConfig.model_validate``: its own before those outside."""
         outside = self.model_dump(mode="json", exclude_unset=True, exclude=_OF_NO_MODEL)
         return [_joined(outside, entry) for entry in self.models]
@@ -269,7 +269,7 @@ SHARED = frozenset(TenantsSection.model_fields) - {"public_prompts", "prompts_di
 _OF_NO_MODEL = {"models", "served_model_name", "fallback"}
 
 
-def _joined(outside: Entry, entry: Entry) -> Entry:
+def _joined(outside: ModelEntry, entry: ModelEntry) -> ModelEntry:
     """Return all settings of one of ``models``. What says how many replicas, or which weights, is of one piece."""
     joined = {**outside, **entry}
     for name, other in (("replicas", "autoscaling"), ("autoscaling", "replicas"), ("model", "revision")):

@@ -58,7 +58,7 @@ class Api(NamedTuple):
         return response
 
 
-class Counts(Protocol):
+class CountsAnswers(Protocol):
     """Where answers are counted: of the model that a request chose, else of the ingress."""
 
     metrics: IngressMetrics
@@ -125,7 +125,7 @@ class RouteGuard:
             response, reason = api.refusal(shown, request), shown.reason
         tenant = _found(request)
         name = tenant.name if tenant is not None else DEFAULT_TENANT if self.tenants.open else "none"
-        counts: Counts = getattr(request.state, "counts", self)
+        counts: CountsAnswers = getattr(request.state, "counts", self)
         counts.metrics.answered(endpoint, response.status_code, name)
         if reason is not None:
             for tell in counts.observers.refused:
