@@ -265,7 +265,7 @@ warmpath_router_sent_back_total: ingress
     Requests that the chosen replica sent back because its queue was longer than the router knew; routed again.
 warmpath_router_faults_total: ingress
     Errors in the router itself; the request went to the least loaded replica. Should be 0.
-warmpath_router_replicas: ingress
+warmpath_router_replicas: ingress model
     Replicas known to this router.
 warmpath_router_queued_tokens: ingress replica
     Uncached prompt tokens queued at each replica before a new request: the reported ones and those sent since.
@@ -297,7 +297,7 @@ warmpath_feed_malformed_total: ingress
 
 # Autoscaling
 Only with `autoscaling`, after the first decision.
-warmpath_autoscaling_target_replicas: reason
+warmpath_autoscaling_target_replicas: model reason
     Target number of replicas, by the latest change and its reason.
 warmpath_autoscaling_needed_replicas: reason
     Need behind the target, before delays, bounds and rounding.
