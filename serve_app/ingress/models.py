@@ -7,6 +7,7 @@ responses are common to all.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 BODIES = 8
 """The number of bodies of maximum size that an ingress holds before admission, over all tenants."""
 
+SAID_S = 5.0
+"""The lifetime of a message of Serve."""
+
 DOWN_AGAIN_S = 10.0
 """When to send a request again to a model that this ingress cannot serve."""
 
@@ -48,6 +52,7 @@ class Models:
     served: dict[str, Services] = field(default_factory=dict)
     down: dict[str, str] = field(default_factory=dict)
     fallbacks: dict[str, str] = field(init=False)
+    _said: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.fallbacks = {name: one.fallback for name, one in self.config.served().items() if one.fallback is not None}
@@ -117,9 +122,16 @@ class Models:
         for name, services in self.served.items():
             replicas = len(services.fleet.core.replica_ids)
             shown[name] = {"status": "ok" if services.ready() else "starting", "replicas": replicas}
-            if not replicas and (why := await asyncio.to_thread(message_of, *services.deployment)):
+            if not replicas and (why := await self._message(services)):
                 shown[name]["why"] = why
         return shown
+
+    async def _message(self, services: Services) -> str:
+        """Return what Serve says of a model's replicas; probes share an answer."""
+        name, now_s = services.config.model_name, time.monotonic()
+        if name not in self._said or now_s - self._said[name][0] > SAID_S:
+            self._said[name] = now_s, await asyncio.to_thread(message_of, *services.deployment)
+        return self._said[name][1]
 
     def _first_of(self, tenant: Tenant | None) -> Services:
         return next((services for services in self.served.values() if _names(services, tenant)), self.first)
