@@ -131,10 +131,10 @@ def doors(url: str, key: str, model: str) -> dict[str, str]:
 
 
 def test_every_door_leads_to_the_named_model(cluster: Cluster, tmp_path: Path) -> None:
-    """Two engines and an adapter on one of them, by the clients of both APIs, for tenants with lists of their own."""
+    """Two engines and an adapter on one of them, by both APIs' clients and two ingresses, for tenants with lists."""
     (spec,) = make_adapters(resolve_model("demo"), tmp_path, 1)
     adapted = {**TORCH, "lora_adapters": {"pirate": spec.path}}
-    deploy(cluster, args_of(adapted, SIMULATED, aliases={"gpt-4o": "simulated-demo"}))
+    deploy(cluster, args_of(adapted, SIMULATED, aliases={"gpt-4o": "simulated-demo"}, ingress_replicas=2))
     eventually(lambda: health(cluster)["replicas"] == 2, 300)
     names = {"torch-demo": "torch-demo", "pirate": "pirate", "gpt-4o": "simulated-demo"}
     for model, answering in names.items():
