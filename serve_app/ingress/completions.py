@@ -57,8 +57,11 @@ class Chosen(NamedTuple):
     note: str = ""
 
 
-Choose = Callable[[str, Tenant, Arrival], Chosen]
-"""Returns the answerer of a tenant's request for a model; its arrival waits there then. Raises a ``WarmpathError``."""
+Choose = Callable[[str, str | None, Tenant, Arrival], Chosen]
+"""Returns the answerer of a tenant's request for a model, or for an adapter of it; its arrival waits there then.
+
+Raises a ``WarmpathError``.
+"""
 
 
 @dataclass(slots=True)
@@ -163,7 +166,7 @@ class Completions:
         with self._arrive(tenant) as arrival:
             body = await read_body(request, self.config.max_body_bytes, arrival.grow)
             asked = parse_detokenize(body, model)
-            chosen, name, _ = self._chosen(asked.model, tenant, arrival)
+            chosen, name, _ = self._chosen(asked.model, None, tenant, arrival)
             chosen.preparer.adapters.choose(name, None, tenant.name, tenant.models)
             tokenizer = chosen.tokenizer
             if max(asked.tokens, default=0) >= tokenizer.vocab_size:
@@ -176,10 +179,10 @@ class Completions:
     def _arrive(self, tenant: Tenant) -> Arrival:
         return (self.entrance or self.front_door).arrive(tenant.name)
 
-    def _chosen(self, name: str, tenant: Tenant, arrival: Arrival) -> Chosen:
+    def _chosen(self, name: str, adapter: str | None, tenant: Tenant, arrival: Arrival) -> Chosen:
         """Return who answers for a model or one of its other names. Raises a ``WarmpathError``."""
         if self.choose is not None:
-            return self.choose(name, tenant, arrival)
+            return self.choose(name, adapter, tenant, arrival)
         return Chosen(self, self.config.aliases.get(name, name))
 
     async def _wanted(
@@ -196,7 +199,7 @@ class Completions:
             await read(form.read)
             await form.go_on(self.config.max_body_bytes - len(body), arrival.grow)
         wanted = await read(parse)
-        chosen, name, note = self._chosen(wanted.model, tenant, arrival)
+        chosen, name, note = self._chosen(wanted.model, wanted.lora_name, tenant, arrival)
         if name != wanted.model:
             wanted = replace(wanted, model=name)
         return chosen, chosen._noted(wanted), note

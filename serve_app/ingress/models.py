@@ -136,14 +136,14 @@ class Models:
     def _first_of(self, tenant: Tenant | None) -> Services:
         return next((services for services in self.served.values() if _names(services, tenant)), self.first)
 
-    def choose(self, name: str, tenant: Tenant, arrival: Arrival) -> Chosen:
+    def choose(self, name: str, adapter: str | None, tenant: Tenant, arrival: Arrival) -> Chosen:
         """Return who answers a tenant's request for a model, and let it wait there.
 
         A model with a ``fallback`` that has no replica, or whose queue is full, leaves its requests to that, if the
-        tenant may use it. Raises ModelNotFound, RateLimited and Overloaded.
+        tenant may use it; those for an ``adapter`` stay. Raises ModelNotFound, RateLimited and Overloaded.
         """
         name = self.aliases.get(name, name)
-        other = self._fallback(name, tenant)
+        other = self._fallback(name, tenant) if adapter is None else None
         if other is None:
             found = self._named(name, tenant)
             arrival.move(found.access.front_door)

@@ -288,8 +288,9 @@ def test_a_fallback_answers_for_a_model_without_replicas_but_not_for_its_adapter
         answer = await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"})
         assert answer.json()["model"] == "m1"
         assert answer.headers["x-warmpath-warning"] == "m0 is down: its fallback answers"
-        assert (await several.ask("/v1/chat/completions", {**CHAT, "model": "a0"})).json()["model"] == "a0"
-        assert several.asked == {"m0": 1, "m1": 1}
+        for own in ({"model": "a0"}, {"model": "m0", "lora_name": "a0"}):
+            assert (await several.ask("/v1/chat/completions", {**CHAT, **own})).json()["model"] == "a0"
+        assert several.asked == {"m0": 2, "m1": 1}
 
     asyncio.run(ask())
 
