@@ -63,9 +63,14 @@ class RoutingCore:
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
-        """The replicas that can receive requests. Away replicas are excluded."""
-        away = self._known.away
-        return tuple(replica_id for replica_id in self.loads.replica_ids if replica_id not in away)
+        """The replicas that can receive requests, without those away or out."""
+        gone = self._known.away | self._known.out
+        return tuple(replica_id for replica_id in self.loads.replica_ids if replica_id not in gone)
+
+    @property
+    def all_out(self) -> bool:
+        """Whether there are replicas, and each one says that it cannot take any request."""
+        return bool(self._known.out) and len(self._known.out) == len(self.loads.replica_ids)
 
     @property
     def knows_every_cache(self) -> bool:
@@ -180,6 +185,11 @@ class RoutingCore:
             if decision.estimated_ttft_s > 0.0:
                 self._counted.estimates.add(decision.estimated_ttft_s, ttft_s)
 
+    def recount_delivered(self, decision: Decision, more_tokens: int) -> None:
+        """Add to the reused tokens that were recorded for a decision before they were known for certain."""
+        with self._lock:
+            self._counted.by_reason[decision.reason].recount(more_tokens)
+
     def stats(self) -> dict[str, StatsReport]:
         """Return each replica's latest StatsReport, without invalid samples."""
         with self._lock:
@@ -258,8 +268,8 @@ class RoutingCore:
         )  # fmt: skip
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:
-        away = self._known.away
-        return away.union(blocked) if away else blocked
+        gone = self._known.away | self._known.out
+        return gone.union(blocked) if gone else blocked
 
     def _reusable_chain(self, request: RoutedRequest) -> bytes:
         """Return the hashes of the reusable blocks. The last prompt token is never reused."""

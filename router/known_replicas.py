@@ -19,7 +19,8 @@ class KnownReplicas:
     """The replicas' loads, caches and reports. Only this class may change the set of replicas or end a reservation.
 
     ``away``: replicas that may return soon and get no requests; ``quiet``: those that send nothing while others do, and
-    get requests only when no other can take them; ``stats``: the latest StatsReport by replica;
+    get requests only when no other can take them; ``out``: those that say that they cannot take any (``LoadReport``);
+    ``stats``: the latest StatsReport by replica;
     ``is_live``: returns whether a feed is complete; ``resync``: asks for a snapshot.
     """
 
@@ -29,6 +30,7 @@ class KnownReplicas:
         self.stats: dict[str, StatsReport] = {}
         self.away: frozenset[str] = frozenset()
         self.quiet: frozenset[str] = frozenset()
+        self.out: frozenset[str] = frozenset()
         self.is_live: Callable[[str], bool] | None = None
         self.resync: Callable[[str], None] | None = None
         self.drift = DriftChecks()
@@ -66,6 +68,7 @@ class KnownReplicas:
         self._heard_s.pop(replica_id, None)
         self._silent.discard(replica_id)
         self.quiet -= {replica_id}
+        self.out -= {replica_id}
         for number in self.loads.remove_replica(replica_id):
             self.pending.discard(number)
         self.directory.remove_replica(replica_id)
@@ -86,6 +89,8 @@ class KnownReplicas:
             if isinstance(event, LoadReport):
                 self.loads.report(replica_id, event, now_s)
                 self.adapters.report(replica_id, event)
+                if bool(event.out) != (replica_id in self.out):
+                    self.out ^= {replica_id}
             elif isinstance(event, StatsReport):
                 self.stats[replica_id] = event
             elif isinstance(event, CacheDigest):

@@ -139,6 +139,7 @@ def clamped(report: LoadReport) -> LoadReport:
             for name, value in islice(report.attributes.items(), MAX_ATTRIBUTES)
             if (len(value) <= MAX_ATTRIBUTE_CHARS if isinstance(value, str) else isfinite(value))
         },
+        out=report.out[:MAX_ATTRIBUTE_CHARS],
     )
 
 

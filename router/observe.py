@@ -67,6 +67,12 @@ class TokensByReason:
         self.unused_tokens += missing - evicted
         self.unpredicted_tokens += max(delivered_tokens - selected_tokens, 0)
 
+    def recount(self, more_tokens: int) -> None:
+        """Add to a first token's delivered tokens; negative ones were thought to be reused, but were not."""
+        self.delivered_cached_tokens += more_tokens
+        self.unpredicted_tokens += max(more_tokens, 0)
+        self.unused_tokens += max(-more_tokens, 0)
+
 
 @dataclass(slots=True)
 class EstimateCounters:
@@ -257,6 +263,7 @@ def replica_load_state(replica_id: str, loads: LoadTable, now_s: float) -> dict[
         "waiting_sequences": report.waiting_sequences,
         "prefill_tokens_per_s": report.prefill_tokens_per_s,
         "attributes": report.attributes,
+        "out": report.out or None,
         "report_age_s": None if replica.reported_at_s is None else round(now_s - replica.reported_at_s, 3),
     }
 

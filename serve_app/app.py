@@ -16,6 +16,7 @@ from serve_app.ray_compat import keep_replicas
 from serve_app.replica.replica import Replica
 
 REPLICA_POLICY = "serve_app.autoscaling.controller:replica_policy"
+WORKER_POLICY = "serve_app.autoscaling.controller:worker_policy"
 INGRESS_POLICY = "serve_app.autoscaling.controller:ingress_policy"
 """Names instead of imports: the policies run in Serve's controller."""
 
@@ -49,6 +50,8 @@ def _replicas(settings: AppConfig, of: AppConfig) -> Application:
     if settings.autoscaling is not None:
         # The policy obeys the settings in force; Serve's own bounds are wider.
         scale = {"autoscaling_config": _autoscaling(REPLICA_POLICY, settings.autoscaling.min_replicas, MAX_REPLICAS)}
+    if settings.engine_traits.external:
+        scale = {"autoscaling_config": _autoscaling(WORKER_POLICY, settings.replicas, MAX_REPLICAS)}
     own = {**settings.to_json(), "public_prompts": [], "prompts_dir": None, "aliases": {}, "fallback": None}
     made = serve.deployment(
         Replica,

@@ -139,11 +139,19 @@ def use_outside_of_replicas(handle: DeploymentHandle) -> None:
     handle._init(_run_router_in_separate_loop=True)
 
 
-def kv_put(key: bytes, value: bytes) -> None:
-    """Write a value to Ray's GCS, in warmpath's namespace; blocks."""
+def kv_put(key: bytes, value: bytes, *, overwrite: bool = True) -> bool:
+    """Write a value to Ray's GCS, in warmpath's namespace; return whether the key is new; blocks."""
     from ray.experimental import internal_kv
 
-    internal_kv._internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
+    return not internal_kv._internal_kv_put(key, value, overwrite=overwrite, namespace=_NAMESPACE)
+
+
+def kv_get(key: bytes) -> bytes | None:
+    """Return a value in Ray's GCS, None if there is none; blocks."""
+    from ray.experimental import internal_kv
+
+    value: bytes | None = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    return value
 
 
 def kv_delete(key: bytes) -> None:

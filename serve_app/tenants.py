@@ -20,6 +20,7 @@ from serve_app.config.tenants import TenantConfig
 from serve_app.errors import AuthenticationFailed
 
 MIN_SECRET_CHARS = 16
+WORKER_KEY_VARIABLE = "WARMPATH_WORKER_KEY"
 SECRET_VARIABLE = "WARMPATH_SECRET"  # noqa: S105  # its name
 
 
@@ -71,18 +72,29 @@ def _create_secret(path: Path) -> None:
         Path(name).unlink()
 
 
+def worker_key(file: Path | None) -> str:
+    """Return the API key for servers that already run, "" for none. Raises SecretError as ``load_secret``."""
+    if file is not None:
+        return _read_private(file, "worker_key_file").decode(errors="replace").strip()
+    return os.environ.get(WORKER_KEY_VARIABLE, "")
+
+
 def _read_secret(path: Path) -> bytes:
+    return _normalized(_read_private(path, "secret_file"), str(path))
+
+
+def _read_private(path: Path, setting: str) -> bytes:
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read()
     except FileNotFoundError:
-        raise SecretError(f"there is no secret file {path}; create it, or remove secret_file") from None
+        raise SecretError(f"there is no secret file {path}; create it, or remove {setting}") from None
     except OSError as error:
         raise SecretError(f"cannot read the secret file {path} ({error.strerror})") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SecretError(f"others may read the secret file {path}; run: chmod 600 {path}")
-    return _normalized(content, str(path))
+    return content
 
 
 def _normalized(secret: bytes, source: str) -> bytes:

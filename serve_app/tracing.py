@@ -216,7 +216,7 @@ class ReplicaTrace:
         """Record an output."""
         self._last_ns = time.time_ns()
         self._output_tokens += len(output.token_ids)
-        if output.first is not None:
+        if output.first is not None and not output.first.correction:
             self._first = self._last_ns, output.first
         self._finish_reason = output.finish_reason or self._finish_reason
 

@@ -5,6 +5,9 @@ from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import Self
 
+SEATS = "seats"
+"""The only figure of a replica before a server that already runs: the replicas that all such servers need."""
+
 
 class _Figures:
     """Numbers that are transferred by field name."""

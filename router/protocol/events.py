@@ -63,6 +63,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     ``arrived``, ``begun``: since the previous report, the requests that arrived, and that had their first token or
     ended (see ``request_key``). Only replicas without reservation numbers send them.
     ``attributes``: of the replica, such as its zone or price, for policies; at most ``settings.MAX_ATTRIBUTES``.
+    ``out``: why it cannot take any request now, "" if it can.
     """
 
     queued_prefill_tokens: int
@@ -82,6 +83,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     arrived: bytes = b""
     begun: bytes = b""
     attributes: dict[str, str | float] = {}
+    out: str = ""
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):

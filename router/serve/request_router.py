@@ -121,6 +121,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._among_peers = _runs_in(self._deployment_id.app_name, self._deployment_id.name)
         self._wait_queue = WaitQueue(self._pause, self._core.counters.wait_s.observe)
         self._empty_since_s = time.monotonic()
+        self._out_since_s = inf
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Follow the feeds of new replicas, and forget replicas that leave and do not return within ``AWAY_S``."""
@@ -181,13 +182,15 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         The first attempt of a call with a ``target`` also reaches an away replica. If the target is gone, the call goes
         to any replica, which refuses it. Raises NoReplicaLeft, and CancelledError if the caller has left.
         """
-        if not self._by_name:
+        target, now_s = pending_request.kwargs.get("target"), time.monotonic()
+        out = self._by_name and target is None and self._core.all_out
+        self._out_since_s = min(self._out_since_s, now_s) if out else inf
+        if out or not self._by_name:
             wait_s = self._core.settings.no_replica_wait_s
-            if time.monotonic() - self._empty_since_s >= wait_s:
+            if now_s - (self._out_since_s if out else self._empty_since_s) >= wait_s:
                 raise NoReplicaLeft(f"there has been no replica for {wait_s:g} s")
             return None
         try:
-            target = pending_request.kwargs.get("target")
             if target is not None:
                 away = None if is_retry else self._away.get(target)
                 return self._by_name.get(target) or away or next(iter(self._by_name.values()), None)

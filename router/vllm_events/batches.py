@@ -1,8 +1,10 @@
 """vLLM's KV events: their wire format, and the blocks that they tell of by this project's hashes (``Chains``).
 
-A batch is [ts, events, data_parallel_rank]. Unknown fields are ignored. Source: vLLM's ``distributed/kv_events.py``.
+A batch is [ts, events, data_parallel_rank]. Unknown fields are ignored. SGLang publishes the same form. Older versions
+of both send arrays instead of maps. Source: vLLM's ``distributed/kv_events.py``.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -30,6 +32,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
     ``token_ids``: of all the blocks. ``extra_keys``: each block's hash inputs besides tokens and parent, untagged:
     the adapter's name, the salt (in a chain's first block only), and identifiers of images and embeddings.
     ``lookahead_token_ids``: for each block, the tokens after it that its hash covers too; None if hashes cover none.
+    ``cache_salt``: of the whole chain, in place of extra keys (SGLang).
     """
 
     block_hashes: list[BlockHash]
@@ -43,6 +46,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     lookahead_token_ids: list[list[TokenId]] | None = None
+    cache_salt: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):
@@ -68,7 +72,37 @@ class KvEventBatch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = None
 
 
+class _StoredArray(msgspec.Struct, frozen=True, tag="BlockStored", array_like=True):
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[TokenId]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+
+
+class _RemovedArray(msgspec.Struct, frozen=True, tag="BlockRemoved", array_like=True):
+    block_hashes: list[BlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedArray(msgspec.Struct, frozen=True, tag="AllBlocksCleared", array_like=True):
+    pass
+
+
+class _ArrayBatch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[_StoredArray | _RemovedArray | _ClearedArray]
+    data_parallel_rank: int | None = None
+
+
 _decode = msgspec.msgpack.Decoder(KvEventBatch).decode
+_decode_arrays = msgspec.msgpack.Decoder(_ArrayBatch).decode
+_AS_MAP = {_StoredArray: BlockStored, _RemovedArray: BlockRemoved, _ClearedArray: AllBlocksCleared}
 
 
 def decode_batch(payload: bytes) -> KvEventBatch:
@@ -76,6 +110,10 @@ def decode_batch(payload: bytes) -> KvEventBatch:
     try:
         return _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            batch = _decode_arrays(payload)
+            events = [msgspec.convert(one, _AS_MAP[type(one)], from_attributes=True) for one in batch.events]
+            return KvEventBatch(batch.ts, events, batch.data_parallel_rank)
         raise MalformedBatch(f"not a batch [ts, events, data_parallel_rank] of known events: {error}") from error
 
 

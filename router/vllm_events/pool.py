@@ -357,6 +357,9 @@ def _roots(event: BlockStored, unit: int) -> dict[int, bytes] | None:
     of ``unit``.
     """
     roots: dict[int, bytes] = {}
+    if event.cache_salt is not None:
+        first = event.parent_block_hash is None and _ROOT.fullmatch(event.cache_salt)
+        return {0: bytes.fromhex(event.cache_salt)} if first else {}
     for index, keys in enumerate(event.extra_keys or ()):
         left = _beside_adapter(event, keys)
         while left:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ray.serve.config import AutoscalingContext
 
-from router.protocol.autoscaling import IngressFigures, ReplicaFigures
+from router.protocol.autoscaling import SEATS, IngressFigures, ReplicaFigures
 from serve_app.autoscaling.policy import CONTROL_PERIOD_S, ScalingDecision, State, decide
 from serve_app.autoscaling.signals import signals
 from serve_app.notices import board_name, figures_prefix, post
@@ -83,6 +83,13 @@ class Board:
         """Store the ingresses' figures, and return their unchanged number."""
         self._ingress_raw = _newest(ctx)
         return int(ctx.target_num_replicas)
+
+    def seats(self, ctx: AutoscalingContext) -> int:
+        """Return the number of replicas that the listed workers need, never less than now."""
+        wanted = [
+            int(value) for figures in _newest(ctx).values() for name, (_, value) in figures.items() if name == SEATS
+        ]
+        return max(int(ctx.target_num_replicas), *wanted, 1)
 
     def target(self, ctx: AutoscalingContext) -> int:
         """Return the target number of replicas. Between two control periods it does not change."""

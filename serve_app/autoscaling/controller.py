@@ -13,6 +13,12 @@ def ingress_policy(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     return board.safely(ctx, board.hear_ingresses), {}
 
 
+def worker_policy(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Return a replica for each worker. None is stopped: a replica whose worker left waits for another one."""
+    board = board_of(ctx.app_name, ctx.deployment_name)
+    return board.safely(ctx, board.seats), {}
+
+
 def replica_policy(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Return the target number of replicas."""
     board = board_of(ctx.app_name, ctx.deployment_name)

@@ -35,12 +35,13 @@ class _TensorHeader(msgspec.Struct):
     dtype: str = ""
 
 
-def load_checkpoint_info(path: Path) -> CheckpointInfo:
+def load_checkpoint_info(path: Path, *, weights: bool = True) -> CheckpointInfo:
     """Read the facts of the checkpoint in directory ``path``.
 
     The fingerprint is a SHA-256, truncated to 128 bits, over config.json, the weights' index, and each safetensors
     file's name, size, header and ``SAMPLE_BYTES`` from the middle of each tensor. Changes outside the samples are not
-    detected. Raises CheckpointError with a remedy when a file is missing or broken.
+    detected. ``weights`` False: they are elsewhere, and the fingerprint is over config.json alone. Raises
+    CheckpointError with a remedy when a file is missing or broken.
     """
     if not path.is_dir():
         raise CheckpointError(f"no directory {path}; give the path of a checkpoint directory that exists")
@@ -59,7 +60,9 @@ def load_checkpoint_info(path: Path) -> CheckpointInfo:
         )
     return CheckpointInfo(
         path=path,
-        fingerprint=weights_fingerprint(path),
+        fingerprint=weights_fingerprint(path)
+        if weights
+        else sha256((path / "config.json").read_bytes()).hexdigest()[:32],
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(path, config, text_config),

@@ -240,11 +240,14 @@ if __name__ == "__main__":
 BUILT_IN = (SMOLLM2, *RECIPES)
 
 
-def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
-    """Return the directory of a built-in model, a checkpoint, a GGUF file or a hub id. Raises CheckpointError."""
+def resolve_model(name_or_path: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the directory of a built-in model, a checkpoint, a GGUF file or a hub id. Raises CheckpointError.
+
+    ``weights`` False: those of a hub are not fetched.
+    """
     path = Path(name_or_path).expanduser()
     if is_hub_id(name_or_path):
-        return ensure_snapshot(name_or_path, revision)
+        return ensure_snapshot(name_or_path, revision, [name for name in WANTED if weights or name != "*.safetensors"])
     if revision is not None:
         raise CheckpointError(f"revision={revision} is for models of a hub (NAMESPACE/NAME), not for {name_or_path!r}")
     if name_or_path == SMOLLM2:
@@ -263,7 +266,8 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
 
 def load_served_model(config: AppConfig) -> CheckpointInfo:
     """Return the facts of the settings' model. Raises CheckpointError."""
-    return load_checkpoint_info(resolve_model(config.model, config.revision))
+    weights = not config.engine_traits.external
+    return load_checkpoint_info(resolve_model(config.model, config.revision, weights=weights), weights=weights)
 
 
 def with_local_model(config: AppConfig, say: Callable[[str], None]) -> AppConfig:
@@ -274,7 +278,7 @@ def with_local_model(config: AppConfig, say: Callable[[str], None]) -> AppConfig
     model is `demo`, and ``say`` receives the reason. Raises CheckpointError.
     """
     try:
-        path = resolve_model(config.model, config.revision)
+        path = resolve_model(config.model, config.revision, weights=not config.engine_traits.external)
     except CheckpointError as error:
         if config.model != SMOLLM2:
             raise

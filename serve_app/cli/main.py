@@ -14,6 +14,7 @@ from serve_app.cli import bench as questions
 from serve_app.cli.checks.finding import Look
 from serve_app.cli.checks.machine import gpu_count, replica_gpus
 from serve_app.cli.checks.run import findings
+from serve_app.cli.checks.workers import told_by_workers
 from serve_app.cli.commands import keys, prompts
 from serve_app.cli.commands.check import check, doctor
 from serve_app.cli.commands.infer import infer
@@ -34,6 +35,7 @@ _INSTEAD = {
     "--tool-call-parser": "use --tool-parser NAME",
     "--enable-lora": "use --lora-adapters '{NAME: PATH}', or --allow-runtime-lora",
     "--lora-modules": "use --lora-adapters '{NAME: PATH}'",
+    "--worker-urls": "use --engine remote --worker URL, once for each",
 }
 """The equivalents of flags of `vllm serve` and other servers."""
 
@@ -105,7 +107,14 @@ def serve(
     ] = None,
     replicas: Annotated[int | None, typer.Option(help="engine replicas")] = None,
     engine: Annotated[
-        str | None, typer.Option(help="torch, vllm, or simulated (a cost model instead of a forward)")
+        str | None,
+        typer.Option(help="torch, vllm, remote (servers that run), or simulated (a cost model instead of a forward)"),
+    ] = None,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="with --engine remote: http://HOST:PORT of a server, file:PATH or dns+http://...; repeatable"
+        ),
     ] = None,
     engine_arg: Annotated[
         list[str] | None,
@@ -140,8 +149,15 @@ def serve(
             model=model,
             replicas=replicas,
             engine=engine,
+            workers=worker or None,
         )
         settings = load()
+        if settings.engine_traits.external:
+            told, unfit = told_by_workers(settings)
+            for sentence in unfit:
+                console.print(f"{sentence}; the others serve", style="yellow")
+            load = partial(load, **told)
+            settings = load()
         for finding in findings(Look("start", settings, (host, port)), "settings", "port"):
             if finding.state == "problem":
                 fail(finding.sentence)

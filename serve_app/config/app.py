@@ -11,6 +11,7 @@ from serve_app.config.cache import MIB, CacheSection, LifecycleSection
 from serve_app.config.engine import ENGINES, EngineSection, EngineTraits, LoraSection
 from serve_app.config.quantities import Bytes, Seconds
 from serve_app.config.tenants import TenantsSection
+from serve_app.config.workers import LISTS
 
 ModelEntry = dict[str, Any]
 """One of `models`: the settings of its own, by name."""
@@ -185,6 +186,10 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
             own |= needing.off
         if not self.first_replicas:
             own["no_replica_wait_s"] = START_WAIT_S
+        if traits.external:
+            own["replicas"] = max(1, sum("://" in entry and not entry.startswith(LISTS) for entry in self.workers))
+            if self.autoscaling is not None:
+                raise ValueError("autoscaling: engine=remote starts no servers, it follows the list of workers")
         for name in own.keys() - set(self.model_fields_set):
             self.__dict__[name] = own[name]  # not as given: another engine has other defaults
         return self

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from serve_app.config.cache import TIER_SETTINGS
 from serve_app.config.quantities import Seconds
+from serve_app.config.workers import check_entry
 
-EngineName = Literal["torch", "vllm", "simulated"]
+EngineName = Literal["torch", "vllm", "simulated", "remote"]
 ExactResume = Literal["auto", "on", "off"]
 
 VLLM_CPU_BLOCK_SIZE = 32
@@ -67,6 +68,7 @@ Capability = Literal[
     "resume",
     "grammars",
     "draft_hits",
+    "servers",
 ]
 """What an engine need not have: beside the settings in ``CAPABILITIES``, the methods with a body in
 ``engine.protocol.Engine``. "ranks": several in a replica, and arguments of its own; "drafts": speculation."""
@@ -132,6 +134,7 @@ CAPABILITIES: dict[Capability, CapabilitySettings] = {
     "draft_hits": CapabilitySettings(
         "hits beside drafts", without="beside drafts a prompt finds a block less, and less than predicted"
     ),
+    "servers": CapabilitySettings("servers that it does not start", ("workers", "worker_key_file")),
 }
 
 
@@ -142,7 +145,7 @@ class EngineTraits:
     ``can``: its optional capabilities. ``simulated``: no model runs.
     ``built_in``: it loads models with transformers. ``missing``: the reason why it cannot be used in this environment,
     or "". ``defaults``, ``cpu_defaults`` (without GPUs): its own defaults of settings. ``tried``: the module that tries
-    what the installed version of its library allows, "" for none.
+    what the installed version of its library allows, "" for none. ``external``: its servers are no processes of ours.
     """
 
     maker: str
@@ -153,6 +156,7 @@ class EngineTraits:
     defaults: dict[str, Any] = field(default_factory=dict)
     cpu_defaults: dict[str, Any] = field(default_factory=dict)
     tried: str = ""
+    external: bool = False
 
     def lacks(self) -> list[CapabilitySettings]:
         """Return the settings of each capability that it does not have."""
@@ -179,6 +183,11 @@ ENGINES: dict[EngineName, EngineTraits] = {
         tried="serve_app.engine.vllm.scheduling.hooks",
     ),
     "simulated": EngineTraits("serve_app.replica.engine_factory:SIMULATED", _BUILT_IN, simulated=True),
+    "remote": EngineTraits(
+        "serve_app.replica.engine_factory:REMOTE",
+        frozenset({"prefixes", "adapters", "predictions", "grammars", "servers"}),
+        external=True,
+    ),
 }
 
 
@@ -187,7 +196,17 @@ class EngineSection(BaseModel):
 
     engine: EngineName = Field(
         "torch",
-        description="'torch': the built-in engine; 'vllm': vLLM in each replica; 'simulated': a cost model only",
+        description="'torch': the built-in engine; 'vllm': vLLM in each replica; 'simulated': a cost model only; "
+        "'remote': servers that already run (docs/how-to/remote.md)",
+    )
+    workers: list[str] = Field(
+        default_factory=list,
+        max_length=512,
+        description="with engine remote: URLs of servers, http://HOST:PORT; `file:PATH` names a file of them, one a "
+        "line, and `dns+http://NAME:PORT` every address of a name; both may change at any time",
+    )
+    worker_key_file: Path | None = Field(
+        None, description="private file with the API key of the workers; default: WARMPATH_WORKER_KEY"
     )
     replica_num_cpus: float = Field(0.1, ge=0, description="logical CPUs Ray reserves for an engine replica")
     replica_num_gpus: float = Field(
@@ -244,6 +263,13 @@ class EngineSection(BaseModel):
     simulated_prefill_tokens_per_s: float = Field(5000.0, gt=0, description="prefill rate of a simulated engine")
     simulated_decode_step_s: Seconds = Field(0.02, gt=0, description="time of a simulated engine's decode step")
 
+    @field_validator("workers")
+    @classmethod
+    def _name_workers(cls, value: list[str]) -> list[str]:
+        for entry in value:
+            check_entry(entry)
+        return value
+
     @property
     def hf_overrides(self) -> dict[str, Any]:
         """The fields in ``engine_args`` that replace fields of the model's config.json."""
@@ -284,10 +310,11 @@ class EngineSection(BaseModel):
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Self:
-        can = ENGINES[self.engine].can
+        can, external = ENGINES[self.engine].can, ENGINES[self.engine].external
         if "ranks" not in can and (self.ranks > 1 or self.engine_args):
+            own = "does not start its servers" if external else "computes on one device"
             raise ValueError(
-                f"engine={self.engine} computes on one device and accepts no engine_args: set engine: vllm, or remove "
+                f"engine={self.engine} {own} and accepts no engine_args: set engine: vllm, or remove "
                 "tensor_parallel_size, pipeline_parallel_size and engine_args"
             )
         if self.speculative_model is not None and (self.speculative_model != NGRAM or "drafts" not in can):

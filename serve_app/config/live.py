@@ -25,6 +25,7 @@ LIVE = frozenset(
         "default_max_tokens",
         "request_timeout_s",
         "strict",
+        "workers",
     }
 )
 """The names of settings that may change without a restart."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -170,11 +170,20 @@ class FirstToken:
     """Facts known once a request has tokens. ``cached_tokens``: tokens of its prompt with reused KV.
 
     ``queue_s``: from arrival to first scheduling. ``save``: the result of the requested save.
+    ``correction``: in the last output of an engine that learns the truth only then; ``cached_tokens`` is then what to
+    add to those told before.
     """
 
     cached_tokens: int
     queue_s: float = 0.0
     save: SaveResult | None = None
+    correction: bool = False
+
+    def after(self, earlier: FirstToken | None) -> FirstToken:
+        """Return these facts as one with those told before."""
+        if earlier is None or not self.correction:
+            return self
+        return replace(earlier, cached_tokens=earlier.cached_tokens + self.cached_tokens)
 
 
 class Prefilled(NamedTuple):
@@ -404,6 +413,24 @@ class Engine(Protocol):
     def wake(self) -> None:
         """Check again whether each request's ``remote_kv`` is done (any thread)."""
         return
+
+
+@runtime_checkable
+class ExternalEngine(Engine, Protocol):
+    """An engine in front of servers that already run, one for each replica (``EngineTraits.external``)."""
+
+    def share(self, claim: Callable[[Sequence[str], str], str]) -> None:
+        """Take servers that no other replica has; called before ``start``.
+
+        ``claim`` returns which of some URLs this replica has now, "" for none, given the one that it had; it waits.
+        """
+
+    @property
+    def seats(self) -> int:
+        """How many replicas its servers need."""
+
+    def set_workers(self, entries: Sequence[str]) -> None:
+        """Use the servers that these entries name (the setting ``workers``) from now on."""
 
 
 class AdapterError(ValueError):

@@ -263,7 +263,8 @@ class Dispatcher:
                         raise_for(output, generation.grammar_field)
                         received.extend(output.token_ids)
                         # What an earlier attempt has told is told once.
-                        output.first = None if begun else output.first
+                        if begun and not (output.first is not None and output.first.correction and not had):
+                            output.first = None
                         begun = begun or output.first is not None
                         news = output.prompt_logprobs[again:]
                         again, told = max(0, again - len(output.prompt_logprobs)), told + len(news)
@@ -332,6 +333,10 @@ class Dispatcher:
 
         def first_token(first: FirstToken) -> None:
             nonlocal unanswered
+            if first.correction:
+                if reservation.decision is not None:
+                    self.core.recount_delivered(reservation.decision, first.cached_tokens)
+                return
             unanswered = None
             ttft_s = time.perf_counter() - started_s
             reservation.delivered(first.cached_tokens, ttft_s)

@@ -56,7 +56,10 @@ class Keys:
 class ScopeKeys:
     """The keys of one model's scopes. ``fingerprint``: the model's."""
 
-    def __init__(self, fingerprint: str, tenants: Tenants, secret: bytes, prompts: Prompts) -> None:
+    def __init__(
+        self, fingerprint: str, tenants: Tenants, secret: bytes, prompts: Prompts, *, public: bool = True
+    ) -> None:
+        self._public = public
         self._fingerprint = fingerprint
         self._tenants = tenants
         self._secret = secret
@@ -73,7 +76,9 @@ class ScopeKeys:
 
     def _make(self, tenant: Tenant, cache_salt: str | None, lora: str) -> Keys:
         scope = PrefixScope(self._fingerprint, lora, self._tenants.salt(tenant, cache_salt))
-        return Keys(scope, scope.root(self._secret), scope.public.root(self._secret) if self._prompts else b"")
+        return Keys(
+            scope, scope.root(self._secret), scope.public.root(self._secret) if self._public and self._prompts else b""
+        )
 
     def placement(self, keys: Keys, prompt_cache_key: str | None, encoded: EncodedPrompt, system_text: str) -> bytes:
         """Return the 16 bytes that place a prompt while no replica holds it; ``system_text`` "": it has none."""
@@ -119,7 +124,10 @@ class Limits:
 
 @dataclass(eq=False)
 class Preparer:
-    """Turns requests into generations for one model. ``simulated``: there are no logits that rules could change."""
+    """Turns requests into generations for one model. ``simulated``: there are no logits that rules could change.
+
+    ``shares_prompts``: whether the engine keeps public prompts for all tenants at once.
+    """
 
     info: CheckpointInfo
     tokenizer: PromptTokenizer
@@ -130,10 +138,11 @@ class Preparer:
     prompts: Prompts = field(default_factory=Prompts)
     workers: FairWorkers = field(default_factory=lambda: FairWorkers(Shares({})))
     simulated: bool = False
+    shares_prompts: bool = True
     _system_tokens: dict[tuple[bytes, bool], int] = field(default_factory=dict)
 
     def __post_init__(self, tenants: Tenants, secret: bytes) -> None:
-        self._keys = ScopeKeys(self.info.fingerprint, tenants, secret, self.prompts)
+        self._keys = ScopeKeys(self.info.fingerprint, tenants, secret, self.prompts, public=self.shares_prompts)
         self._grammars = CheckedGrammars(self.info, self.workers)
 
     def configure(self, limits: Limits) -> None:

@@ -200,6 +200,7 @@ async def _make_model(
     preparer = Preparer(
         info, tokenizer, tenants, common.secret, adapters, lengths, prompts,
         workers=workers, simulated=config.engine_traits.simulated,
+        shares_prompts="public_prompts" in config.engine_traits.can,
     )  # fmt: skip
     deployment = deployment_key(app_name, replica.deployment_name)
     board = board_name(app_name, replica.deployment_name)

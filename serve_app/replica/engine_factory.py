@@ -23,6 +23,7 @@ from serve_app.engine.settings import EngineSettings
 from serve_app.engine.vllm import refusals as vllm_refusals
 from serve_app.engine.vllm.drafts import draft_layers, refused_drafter, with_whole_hits
 from serve_app.engine.vllm.engine_args import fingerprint_with
+from serve_app.tenants import worker_key
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -141,6 +142,29 @@ def _fingerprint(drafter: Path) -> str:
         return drafter.name
 
 
+def _without_workers(config: AppConfig, *, on_cpu: bool) -> list[str]:
+    return [] if config.workers else ["workers: engine=remote needs the URLs of servers that run"]
+
+
+def _remote_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
+    from serve_app.engine.remote.engine import RemoteEngine
+    from serve_app.engine.remote.settings import RemoteSettings
+
+    tokenizer = info.path / "tokenizer.json"
+    settings = _settings(
+        RemoteSettings,
+        config,
+        workers=tuple(config.workers),
+        model=str(info.path),
+        tokenizer=str(tokenizer) if tokenizer.is_file() else "",
+        key=worker_key(config.worker_key_file),
+        vocab_size=info.vocab_size,
+        max_model_len=max_model_len(config, info),
+        apart=bool(config.tenants),
+    )
+    return RemoteEngine(settings, event_sink)
+
+
 def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> TorchEngine:
     dtype = "float32" if config.dtype == "auto" else config.dtype
     model_config = _model_config(info.path)
@@ -182,11 +206,14 @@ def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int) ->
 
 def _settings(kind: type[T], config: AppConfig, **own: Any) -> T:
     """Return an engine's settings: ``own``, and the deployment's settings of the same names."""
-    same = {name: getattr(config, name) for name in kind.__dataclass_fields__.keys() & AppConfig.model_fields.keys()}
+    fields = kind.__dataclass_fields__.keys()
     num_threads = config.num_threads or max(1, (os.cpu_count() or 1) // config.most_replicas)
-    return kind(**{**same, "num_threads": num_threads, "tenant_shares": config.cache_shares, **own})
+    derived = {"num_threads": num_threads, "tenant_shares": config.cache_shares, "model_name": config.model_name}
+    same = {name: getattr(config, name) for name in fields & AppConfig.model_fields.keys()}
+    return kind(**{**same, **{name: derived[name] for name in fields & derived.keys()}, **own})
 
 
 TORCH = EngineMaker(_torch_engine)
 VLLM = EngineMaker(_vllm_engine, vllm_refusals.refused_settings, vllm_refusals.refused_model)
 SIMULATED = EngineMaker(_simulated_engine)
+REMOTE = EngineMaker(_remote_engine, _without_workers)

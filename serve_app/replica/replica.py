@@ -22,6 +22,7 @@ from ray import serve
 from router.background import run_in_background
 from router.feed import FeedPublisher
 from router.policies import is_outdated
+from router.protocol.autoscaling import SEATS
 from router.protocol.block_hash import PrefixScope
 from router.protocol.events import LoadReport, StatsReport, pack_adapters
 from router.protocol.samples import Sample
@@ -34,6 +35,7 @@ from serve_app.engine.protocol import (
     EngineOutput,
     EngineRequest,
     ErrorKind,
+    ExternalEngine,
     Prefilled,
     QueueFull,
     RequestTooLong,
@@ -50,6 +52,7 @@ from serve_app.replica.peers import Peers, Question
 from serve_app.replica.pull import Puller
 from serve_app.replica.reporter import Reporter, attributes_of, replica_figures, tell_caches
 from serve_app.replica.running_calls import STOPPING, RunningCalls
+from serve_app.replica.seats import Seats
 from serve_app.replica.session_gate import SessionGate
 from serve_app.replica.token_channel import TokenSender, TokenStream
 from serve_app.structured.compiler import GrammarError
@@ -86,6 +89,8 @@ class Replica:
         self._ending.push_async_callback(asyncio.to_thread, self._feed.stop)
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
+        if isinstance(self._engine, ExternalEngine):
+            self._engine.share(Seats(serve.get_replica_context().app_name, self._replica_id).take)
         self._ending.push_async_callback(asyncio.to_thread, self._engine.stop)
         sender = TokenSender()
         self._ending.push_async_callback(asyncio.to_thread, sender.close)
@@ -107,7 +112,8 @@ class Replica:
         pool = self._config.num_blocks
         room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
         tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
-        await self._warm_up(max(1, tokens), info.vocab_size)
+        if not self._config.engine_traits.external:  # no strange server is warmed up, and none may be there yet
+            await self._warm_up(max(1, tokens), info.vocab_size)
         self._gate = SessionGate(self._engine, self._config)
         self._ending.callback(run_in_background(self._gate.run).cancel)
         await self._lifecycle.join()
@@ -130,6 +136,8 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's figures for the autoscaling policy; Serve asks every second if autoscaling is on."""
+        if isinstance(self._engine, ExternalEngine):
+            return {SEATS: float(self._engine.seats)}
         try:
             return replica_figures(self._engine, self._version, self._config).to_floats()
         except Exception:  # else Serve would stop asking
@@ -241,16 +249,19 @@ class Replica:
 
     async def _configure(self, config: AppConfig) -> None:
         await asyncio.to_thread(self._engine.set_tenant_shares, config.cache_shares)
+        if isinstance(self._engine, ExternalEngine):
+            self._engine.set_workers(config.workers)
         self._gate.set_shares(config.cache_shares)
 
     def _load(self) -> LoadReport:
         """Return the engine's load with the replica's own fields."""
+        load = self._engine.load()
         return structs.replace(
-            self._engine.load(),
+            load,
             pull_tokens_per_s=self._puller.tokens_per_s,
             adapters=pack_adapters(self._engine.adapters.loaded),
             adapter_load_s=self._adapters.load_s,
-            attributes=self._attributes,
+            attributes={**load.attributes, **self._attributes},
         )
 
     def _stats(self) -> StatsReport:

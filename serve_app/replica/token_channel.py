@@ -161,7 +161,7 @@ class Arrivals:
             logprobs += last.logprobs
             told += last.prompt_logprobs
             if last.first is not None:
-                first = last
+                first = structs.replace(last, first=last.first.after(first.first))
         return structs.replace(
             first, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=told, finish_reason=last.finish_reason
         )

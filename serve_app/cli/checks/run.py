@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
-from serve_app.cli.checks import machine, settings
+from serve_app.cli.checks import machine, settings, workers
 from serve_app.cli.checks.finding import Finding, Look
 from serve_app.config.app import SHARED
 
@@ -17,6 +17,7 @@ CHECKS: tuple[tuple[CheckNeed, Callable[[Look], Iterator[Finding]]], ...] = (
     ("machine", machine.room),
     ("machine", machine.torch),
     ("machine", machine.engines),
+    ("machine", workers.workers),
     ("settings", settings.prompts),
     ("settings", settings.engine),
     ("model", settings.fit),  # it needs the GPUs of a replica, too, which are known by then

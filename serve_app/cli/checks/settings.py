@@ -185,7 +185,7 @@ def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[Finding]
 
 def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Finding]:
     """Check that the replicas fit this machine's memory."""
-    if settings.engine_traits.simulated or settings.replica_num_gpus:
+    if settings.engine_traits.simulated or settings.engine_traits.external or settings.replica_num_gpus:
         return
     weights_bytes = stored_bytes(info.path)
     pool_bytes = 0 if settings.num_blocks else settings.kv_cache_bytes or CPU_POOL_BYTES

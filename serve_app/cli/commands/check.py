@@ -10,13 +10,14 @@ from serve_app.cli.checks.file import mistakes_in
 from serve_app.cli.checks.finding import Finding, Look
 from serve_app.cli.checks.run import findings
 from serve_app.cli.console import fail
-from serve_app.config.app import AppConfig
+from serve_app.config.live import BadSettings, app_config
 
 
 def doctor(
     port: Annotated[int, typer.Option(help="the instance's HTTP port")] = 8000,
     host: Annotated[str, typer.Option(help="the instance's HTTP address")] = "127.0.0.1",
     model: Annotated[Path | None, typer.Option(help="a checkpoint, whose chat template is looked at, too")] = None,
+    worker: Annotated[list[str] | None, typer.Option(help="a server of `engine: remote`; repeatable")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
     """Check the installation, the port, memory, disks and torch's device; exits with 1 if there is a problem.
@@ -24,7 +25,11 @@ def doctor(
     It starts and changes nothing. Your own running instance is no problem.
     """
     shown: list[Finding] = []
-    settings = AppConfig() if model is None else AppConfig(model=str(model.resolve()))
+    remote = {"engine": "remote", "workers": worker} if worker else {}
+    try:
+        settings = app_config(remote if model is None else {"model": str(model.resolve()), **remote})
+    except BadSettings as error:
+        fail(str(error))
     look = Look("here", settings, (host, port))
     for finding in findings(look, "installation", "port", "machine", *(() if model is None else ("template",))):
         shown.append(finding)

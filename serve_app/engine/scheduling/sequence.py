@@ -1,14 +1,18 @@
 """A request inside the engine: its mutable state and block hashes. Positions count from the start of the prompt."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
+from secrets import token_bytes
 
 import numpy as np
+from msgspec import structs
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.config.engine import Capability
 from serve_app.engine.protocol import (
     EngineRequest,
     FinishReason,
@@ -282,3 +286,14 @@ def check_request(
         )
     if ceil_div(wanted, block_size) > max_blocks:
         raise RequestTooLong(f"{wanted} tokens exceed the KV pool of {max_blocks * block_size} tokens")
+
+
+def possible(request: EngineRequest, off: Collection[Capability]) -> EngineRequest:
+    """Return a request without the capabilities that are off: what others must not read has a root of its own."""
+    if "public_prompts" in off and request.scope.public_blocks:
+        root, scope = request.root[HASH_BYTES:], request.scope.private
+        request = structs.replace(request, root=root, scope=scope, block_hashes=b"")
+    if "store_kv" in off and not request.store_kv:
+        root, scope = token_bytes(HASH_BYTES), request.scope.private
+        request = structs.replace(request, root=root, scope=scope, block_hashes=b"", saves=())
+    return request

@@ -8,19 +8,18 @@ import math
 import threading
 import time
 from bisect import bisect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from secrets import token_bytes
 
 import numpy as np
 from msgspec import structs
 
-from router.protocol.block_hash import HASH_BYTES, extend_chain
+from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport, StatsReport
 from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
-from serve_app.config.engine import MOST_AHEAD, Capability
+from serve_app.config.engine import MOST_AHEAD
 from serve_app.engine.protocol import (
     EngineError,
     EngineOutput,
@@ -33,7 +32,7 @@ from serve_app.engine.protocol import (
     prompt_outputs,
 )
 from serve_app.engine.reports import EngineMeters, Outbox, pin_samples
-from serve_app.engine.scheduling.sequence import check_request
+from serve_app.engine.scheduling.sequence import check_request, possible
 from serve_app.engine.settings import STALL_AFTER_S
 from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.adapters import VllmAdapters
@@ -378,14 +377,3 @@ class VllmEngine:
             left = bool(self._load.left)
         if left:
             self._report_left()
-
-
-def possible(request: EngineRequest, off: Collection[Capability]) -> EngineRequest:
-    """Return a request without the capabilities that are off: what others must not read has a root of its own."""
-    if "public_prompts" in off and request.scope.public_blocks:
-        root, scope = request.root[HASH_BYTES:], request.scope.private
-        request = structs.replace(request, root=root, scope=scope, block_hashes=b"")
-    if "store_kv" in off and not request.store_kv:
-        root, scope = token_bytes(HASH_BYTES), request.scope.private
-        request = structs.replace(request, root=root, scope=scope, block_hashes=b"", saves=())
-    return request

@@ -8,14 +8,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from router.protocol.events import LoadReport
 from router.protocol.samples import Labels, Sample
 from serve_app.engine.protocol import EngineRequest, OutputSink, Prefilled, QueueFull, SaveResult
 from serve_app.engine.reports import EngineMeters, RouterReservations, retry_after_s
 from serve_app.engine.scheduling.fair_queue import FairQueue
-from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.fairness.shares import Budget, Shares
 
 
@@ -48,6 +47,19 @@ class LiveRequest:
         return Prefilled(tokens, tokens - self.taken_tokens)
 
 
+class LoadSettings(Protocol):
+    """The bounds of an engine's load, by the names of settings."""
+
+    @property
+    def tenant_shares(self) -> Mapping[str, float]: ...  # noqa: D102
+    @property
+    def max_num_seqs(self) -> int: ...  # noqa: D102
+    @property
+    def max_num_batched_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def max_waiting_requests(self) -> int: ...  # noqa: D102
+
+
 class LoadMirror:
     """Queued prefill tokens in total and by router. A request counts from its submission to its first token.
 
@@ -55,7 +67,7 @@ class LoadMirror:
     ``left``: those left before their first token, which the step in progress may still compute.
     """
 
-    def __init__(self, settings: VllmSettings, meters: EngineMeters) -> None:
+    def __init__(self, settings: LoadSettings, meters: EngineMeters) -> None:
         shares, limit = Shares(settings.tenant_shares), "max_waiting_requests"
         self.line = Budget(shares, lambda: settings.max_waiting_requests, limit, "engine")
         self._settings = settings

@@ -76,7 +76,7 @@ class AnswerMeter:
         if new_tokens:
             self.allowance.generated(new_tokens)
             self.metrics.values[self._tokens] += new_tokens
-        if piece.first is not None:
+        if piece.first is not None and not piece.first.correction:
             cached_tokens, prompt_tokens = piece.first.cached_tokens, self.generations[index].prompt_tokens
             self.uncached_tokens += prompt_tokens - cached_tokens
             self.metrics.first_token(self.tenant, now_s - self.arrived_s, prompt_tokens, cached_tokens)
@@ -91,7 +91,7 @@ class AnswerMeter:
 
     def sent(self, piece: Piece) -> None:
         """Note that a piece was sent."""
-        if piece.first is not None:
+        if piece.first is not None and not piece.first.correction:
             for tell in self.observers.sent:
                 tell(self, piece.index, piece.first.cached_tokens)
 

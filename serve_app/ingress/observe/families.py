@@ -116,6 +116,11 @@ warmpath_kv_cache_block_tokens: replica engine
 warmpath_unplaced_kv_blocks_total: replica engine
     Blocks in vLLM's cache that no router knows, since vLLM's events do not name their prompt: images, KV offloaded
     elsewhere, unknown roots. Routing ignores them.
+warmpath_worker_up: replica engine
+    With engine remote: 1 while the replica's server is fit and takes requests, else 0; explain tells why.
+warmpath_worker_predictions_total: replica engine result
+    With engine remote: requests whose cached prefix the server's KV events promised. right: the server reused at least
+    as many tokens; wrong: fewer.
 warmpath_prefix_cache_queries_total: replica engine tenant
     Prompt tokens looked up in the prefix cache, at the first start of a sequence.
 warmpath_prefix_cache_hits_total: replica engine tenant
@@ -352,13 +357,14 @@ With `engine: simulated` no model runs, and all times are simulated.
 LABELS = {
     "ingress": "an ingress' replica id",
     "replica": "a replica's id; its series end when the replica leaves",
-    "engine": "`torch`, `vllm` or `simulated`",
+    "engine": "`torch`, `vllm`, `simulated` or `remote`",
     "tenant": "a configured name; `default` if none are configured; `none` without a valid key; `(public)`: blocks "
     "of registered public prompts; `other`: a replica's tenants beyond 100",
     "endpoint": "the route's name: `chat`, `completions`, `models`, `metrics`, ...",
     "status": "an HTTP status; 499: the client left",
     "after_first_token": "`true` or `false`",
     "finished_reason": "`stop`, `length`, `cancelled`, `timeout`, `error`",
+    "result": "`right` or `wrong`",
     "pid": "a process id",
     "node": "a machine's name",
     "gpu": "numbers of GPUs, as Ray gives them, or none",

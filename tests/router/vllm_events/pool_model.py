@@ -71,6 +71,7 @@ class PoolModel:
         self.free = list(range(num_blocks))
         self.content: dict[int, bytes] = {}
         self.ours: dict[bytes, bytes] = {}
+        self.roots: dict[bytes, bytes] = {}
         self.events: list[KvEvent] = []
 
     def held(self) -> set[bytes]:
@@ -149,6 +150,7 @@ class PoolModel:
         for index in range(first, full):
             self.content[request.blocks[index]] = hashes[index]
             tokens = np.array(request.tokens[: (index + 1) * size], dtype=np.int32)
+            self.roots[hashes[index]] = request.root
             self.ours[hashes[index]] = hash_blocks(request.root, tokens, size)[-HASH_BYTES:]
         self.events.append(
             BlockStored(

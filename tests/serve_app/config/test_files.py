@@ -41,7 +41,8 @@ from serve_app.replica.engine_factory import make_engine, maker_of, refused_sett
 
 def test_every_path_of_the_settings_is_known_as_one() -> None:
     """An unknown new path would be relative to the command's working directory."""
-    assert {"disk_cache_dir", "lora_root", "prompts_dir", "responses_file", "secret_file", "usage_file"} == PATHS
+    files = {"responses_file", "secret_file", "usage_file", "worker_key_file"}
+    assert {"disk_cache_dir", "lora_root", "prompts_dir", *files} == PATHS
 
 
 def test_paths_start_where_the_file_lies_and_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +348,7 @@ def test_page_and_settings_file_are_current() -> None:
         "| `max_body_bytes` | bytes, at least 1KiB | 8MiB | larger bodies",
         "| `save_ttl_s` | seconds, above 0 | none | ",
         "| `enable_prefix_caching` | boolean | true | ",
-        "| `engine` | `torch` or `vllm` or `simulated` | `torch` | ",
+        "| `engine` | `torch` or `vllm` or `simulated` or `remote` | `torch` | ",
         "## An entry of `tenants`",
     ):
         assert row in page

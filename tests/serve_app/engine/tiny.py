@@ -85,7 +85,9 @@ class Collector:
                 self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
                 assert not output.prompt_logprobs or output.request_id not in self.cached, "before the first token"
                 self.prompt_logprobs.setdefault(output.request_id, []).extend(output.prompt_logprobs)
-                if output.first is not None:
+                if output.first is not None and output.first.correction:
+                    self.cached[output.request_id] += output.first.cached_tokens
+                elif output.first is not None:
                     assert output.request_id not in self.cached
                     self.cached[output.request_id] = output.first.cached_tokens
                 if output.finish_reason:

@@ -1,0 +1,78 @@
+"""What servers that already run say about themselves, before a start and for `warmpath doctor`."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import aiohttp
+
+from serve_app.cli.checks.finding import Finding, Look, problem
+from serve_app.config.app import AppConfig
+from serve_app.config.workers import listed
+from serve_app.engine.remote.servers import Facts, Unfit, facts_of
+from serve_app.tenants import worker_key
+
+
+def asked(entries: Sequence[str], key: str) -> dict[str, Facts | str]:
+    """Return by URL what each worker says, or a sentence about one that cannot serve. Raises OSError, ValueError."""
+
+    async def ask() -> dict[str, Facts | str]:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with aiohttp.ClientSession(headers=headers) as http:
+
+            async def one(url: str) -> Facts | str:
+                try:
+                    return await facts_of(http, url)
+                except Unfit as error:
+                    return str(error)
+
+            urls = [worker.url for worker in listed(entries)]
+            return dict(zip(urls, await asyncio.gather(*map(one, urls)), strict=True))
+
+    return asyncio.run(ask())
+
+
+def told_by_workers(settings: AppConfig) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings that follow from the workers, unless they are given, and sentences about unfit workers.
+
+    Raises ValueError if none can serve.
+    """
+    try:
+        answers = asked(settings.workers, worker_key(settings.worker_key_file))
+    except OSError as error:
+        raise ValueError(f"workers: {error}") from None
+    unfit = [answer for answer in answers.values() if isinstance(answer, str)]
+    facts = [answer for answer in answers.values() if isinstance(answer, Facts)]
+    if not facts:
+        raise ValueError("no worker can serve: " + ("; ".join(unfit) or "none is listed"))
+    told = {
+        "model": facts[0].root,
+        "served_model_name": facts[0].model,
+        "block_size": facts[0].block_size,
+        "max_model_len": min((each.max_model_len for each in facts if each.max_model_len), default=0),
+        "replicas": len(answers),
+    }
+    given = settings.model_fields_set - {"replicas"}
+    if "model" in given:
+        given |= {"served_model_name"}
+    return {name: value for name, value in told.items() if value and name not in given}, unfit
+
+
+def workers(look: Look) -> Iterator[Finding]:
+    """Find what the settings' workers say, and what this engine goes without."""
+    settings = look.settings
+    if not settings.engine_traits.external or look.place != "here":
+        return
+    lacks = ", ".join(needing.what for needing in settings.engine_traits.lacks())
+    yield Finding("remote", f"goes without {lacks}")
+    try:
+        answers = asked(settings.workers, worker_key(settings.worker_key_file))
+    except (OSError, ValueError) as error:
+        yield problem("workers", str(error))
+        return
+    for url, answer in answers.items():
+        if isinstance(answer, str):
+            yield problem(url, answer.removeprefix(f"{url} "))
+        else:
+            blocks = f", blocks of {answer.block_size} tokens" if answer.block_size else ""
+            yield Finding(url, f"{answer.called} serves {answer.model}{blocks}")

@@ -1,0 +1,74 @@
+"""Predictions by a server's events against what it delivered."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.protocol.events import BlocksStored, CacheCleared
+from router.vllm_events.far_engine import JUDGED, SILENT_S, WRONG, FarEngine
+from tests.router.vllm_events.pool_model import Routers
+
+
+class Follower:
+    """A subscriber's counts, and what it is told to send."""
+
+    def __init__(self, engine: FarEngine) -> None:
+        self.connected, self.connections, self.batches, self.unsupported = True, 1, 0, ""
+        self.resent = False
+        self._engine = engine
+
+    def tell(self, *, anew: bool) -> None:
+        assert anew
+        self._engine.hear([CacheCleared(), BlocksStored(b"k" * 16)])
+
+
+def judged() -> tuple[FarEngine, Follower, Routers]:
+    routers = Routers()
+    engine = FarEngine(16, 100, routers)
+    engine.follower = follower = Follower(engine)  # type: ignore[assignment]
+    return engine, follower, routers
+
+
+def test_a_liar_is_believed_again_after_a_row_of_right_predictions() -> None:
+    engine, _, routers = judged()
+    engine.hear([BlocksStored(b"b" * 16)])
+    for _ in range(WRONG):
+        assert not engine.doubt(0.0)
+        engine.judge(100, 0)
+    assert engine.doubt(0.0) == f"of its last {WRONG} predictions {WRONG} were wrong: fewer tokens were cached"
+    assert not routers.held()
+    engine.hear([BlocksStored(b"c" * 16)])
+    assert not routers.held()
+    for _ in range(JUDGED - 1):
+        engine.judge(100, 100)
+        assert engine.doubt(0.0)
+    engine.judge(100, 116)
+    assert not engine.doubt(0.0)
+    assert routers.held() == {b"k" * 16}
+
+
+@given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 64))))
+def test_only_broken_promises_count(requests: list[tuple[int, int]]) -> None:
+    """A request without a promise, or with more than was promised, proves no lie."""
+    engine, _, _ = judged()
+    for promised, more in requests:
+        engine.judge(promised, promised + more)
+    assert not engine.doubt(0.0)
+    assert engine.right == sum(promised > 0 for promised, _ in requests)
+
+
+def test_events_that_never_come_are_missed_after_a_while() -> None:
+    engine, follower, _ = judged()
+    engine.computed(10.0)
+    assert not engine.doubt(10.0 + SILENT_S)
+    assert engine.doubt(10.1 + SILENT_S).startswith("it publishes no KV events")
+    follower.batches += 1
+    assert not engine.doubt(11.0 + SILENT_S)
+    follower.connected = False
+    assert engine.doubt(0.0) == "its feed of KV events is cut"
+    follower.resent = True
+    assert not engine.doubt(0.0), "batches come by the other way, a second late"
+    follower.resent = False
+    follower.connections = 0
+    assert engine.doubt(0.0) == "no KV events can be heard from it"
+    follower.unsupported = "another block size"
+    assert engine.doubt(0.0) == "another block size"
