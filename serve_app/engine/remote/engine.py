@@ -54,6 +54,7 @@ from serve_app.engine.remote.servers import (
     requests_there,
     sglang_body,
     sglang_part,
+    tokenizer_of,
 )
 from serve_app.engine.remote.settings import RemoteSettings
 from serve_app.engine.reports import EngineMeters, Outbox
@@ -69,6 +70,8 @@ MISSED = 3
 """A worker that is late for so many looks in a row counts as dead; one that refuses connections does at once."""
 FOLLOW_S = 2.0
 """How long to wait for a worker's KV events to be heard, and then for those of the trial."""
+TRIAL_S = 60.0
+"""Most time for the trial, whoever else waits at the worker."""
 
 _LABELS = (("engine", "remote"),)
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
@@ -356,7 +359,11 @@ class RemoteEngine(ExternalEngine):
             far.follow(worker.events, worker.replay)
             await self._until(lambda: far.follower is not None and (far.follower.connected or far.follower.resent))
             self._seen_connections = far.follower.connections if far.follower is not None else 0
-        await self._trial(worker, facts)
+        try:
+            async with asyncio.timeout(TRIAL_S):
+                await self._trial(worker, facts)
+        except TimeoutError:
+            raise Unfit(f"{worker.url} does not answer a short prompt within {TRIAL_S:g} s") from None
         self._facts, self._out = facts, ""
         logger.info("%s, %s: requests go there %s", worker.url, facts.called, self._by())
 
@@ -379,13 +386,13 @@ class RemoteEngine(ExternalEngine):
                 self._priority = facts.kind == "vllm"
             try:
                 parts = [part async for part in self._parts(worker, facts, request)]
-            except WorkerGone as error:
+            except (WorkerGone, Busy) as error:
                 raise Unfit(f"{worker.url} answers no request: {error}") from None
             except ValueError:
                 self._priority = False
                 try:
                     parts = [part async for part in self._parts(worker, facts, request)]
-                except (ValueError, WorkerGone) as error:
+                except (ValueError, WorkerGone, Busy) as error:
                     raise Unfit(f"{worker.url} refuses a prompt of token ids: {error}") from None
             if not any(part.token_ids for part in parts):
                 raise Unfit(f"{worker.url} tells no token ids of its answers; update it")
@@ -425,7 +432,9 @@ class RemoteEngine(ExternalEngine):
         if far.follower is not None:
             self._loop.run_in_executor(None, far.stop)
             self._sink((CacheCleared(),))
-        for live in list(self._load.live.values()):
+        with self._lock:
+            requests = list(self._load.live.values())
+        for live in requests:
             self._end(live, "error", error="unavailable", message=why)
             if live.task is not None:
                 live.task.cancel()
@@ -464,7 +473,7 @@ class RemoteEngine(ExternalEngine):
             request = structs.replace(
                 request, token_ids=request.token_ids[:kept], block_hashes=b"", resumed_tokens=0, sampling=sampling
             )
-        told: int | None = None
+        told, said = None, 0 if far.doubt(time.monotonic()) else known
         left_s = live.arrival_s + request.timeout_s - time.monotonic()
         finish, had = "", 0
         async with asyncio.timeout(None if left_s == float("inf") else left_s):
@@ -482,7 +491,7 @@ class RemoteEngine(ExternalEngine):
                         raise ValueError("a worker was lost in the middle of a constrained answer; send it again")
                     had, ids, logprobs = had + same, ids[same:], logprobs[same:]
                 if ids or part.prompt_logprobs:
-                    self._take(live, ids, logprobs, part, known if told is None else told)
+                    self._take(live, ids, logprobs, part, said if told is None else told)
         if not finish:
             raise WorkerGone(f"{worker.url} broke off an answer")
         reason = _FINISH.get(finish)
@@ -536,10 +545,7 @@ class RemoteEngine(ExternalEngine):
             return []
         if not self.settings.tokenizer:
             raise ValueError("bad_words of several tokens need a model with a tokenizer.json")
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(self.settings.tokenizer)
-        return [tokenizer.decode(word, skip_special_tokens=False) for word in longer]
+        return [tokenizer_of(self.settings.tokenizer).decode(word, skip_special_tokens=False) for word in longer]
 
     async def _ensure_adapter(self, worker: Worker, facts: Facts, request: EngineRequest) -> None:
         """Let the server load an adapter that it does not name."""
@@ -551,7 +557,8 @@ class RemoteEngine(ExternalEngine):
         async with self._http.post(f"{worker.url}{path}", json=body, timeout=PROBE_TIMEOUT) as answer:
             if answer.status != 200 and b"already" not in await answer.read():
                 raise ValueError(f"{worker.url} does not load the adapter {name} ({answer.status}): load it there")
-        self._facts = replace(facts, models=facts.models | {name})
+        if self._facts is facts:
+            self._facts = replace(facts, models=facts.models | {name})
 
     def _take(
         self, live: LiveRequest, ids: tuple[int, ...], logprobs: tuple[Any, ...], part: Part, cached: int
@@ -643,8 +650,10 @@ class RemoteEngine(ExternalEngine):
     async def _end_all(self) -> None:
         if self._attending is not None:
             self._attending.cancel()
-        tasks = [live.task for live in self._load.live.values() if live.task is not None]
-        for live in list(self._load.live.values()):
+        with self._lock:
+            requests = list(self._load.live.values())
+        tasks = [live.task for live in requests if live.task is not None]
+        for live in requests:
             self._end(live, "error", message="the engine was stopped")
         for task in tasks:
             task.cancel()

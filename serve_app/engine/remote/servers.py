@@ -14,6 +14,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 import numpy as np
+from tokenizers import Tokenizer
 
 from serve_app.engine.protocol import AdapterSpec, EngineRequest, TokenLogprob, TokenRules
 from serve_app.engine.remote.settings import RemoteSettings
@@ -117,23 +118,22 @@ async def sample_tokens(http: aiohttp.ClientSession, url: str, model: str) -> li
 
 async def check_model(http: aiohttp.ClientSession, url: str, facts: Facts, settings: RemoteSettings) -> None:
     """Raise Unfit for a server of another model or tokenizer than this deployment's."""
-    ours = {settings.model_name, settings.model}
-    if not ({facts.model, facts.root} & ours or Path(facts.root).name in {Path(name).name for name in ours}):
+    names = {settings.model_name, settings.model}
+    if not ({facts.model, facts.root} & names or Path(facts.root).name in {Path(name).name for name in names}):
         named = facts.model if facts.root in ("", facts.model) else f"{facts.model} ({facts.root})"
         raise Unfit(f"{url} serves {named}, not {settings.model_name}: set model, or served_model_name")
     if not settings.tokenizer:
         return
     theirs = await sample_tokens(http, url, facts.model)
-    if theirs is not None and theirs != await asyncio.to_thread(own_sample, settings.tokenizer):
+    ours = await asyncio.to_thread(tokenizer_of, settings.tokenizer)
+    if theirs is not None and theirs != ours.encode(SAMPLE, add_special_tokens=False).ids:
         raise Unfit(f"{url} has another tokenizer than {settings.model_name}")
 
 
 @lru_cache(4)
-def own_sample(tokenizer: str) -> list[int]:
-    """Return the tokens of ``SAMPLE`` by a tokenizer.json."""
-    from tokenizers import Tokenizer
-
-    return list(Tokenizer.from_file(tokenizer).encode(SAMPLE, add_special_tokens=False).ids)
+def tokenizer_of(path: str) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json."""
+    return Tokenizer.from_file(path)
 
 
 async def events_of(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
