@@ -277,6 +277,8 @@ def with_local_model(config: AppConfig, say: Callable[[str], None]) -> AppConfig
     same weights even if a hub's branch has moved. If the settings name no model and the default one is unavailable, the
     model is `demo`, and ``say`` receives the reason. Raises CheckpointError.
     """
+    if config.models:
+        raise CheckpointError("the settings have several `models`, and this takes one: leave them out, and name it")
     try:
         path = resolve_model(config.model, config.revision, weights=not config.engine_traits.external)
     except CheckpointError as error:

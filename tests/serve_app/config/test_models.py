@@ -1,5 +1,6 @@
 """Settings of several models: what an entry has from outside, names that clash, and live changes of one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ from ray.serve._private.build_app import build_app as built
 from ray.serve._private.config import DeploymentConfig
 
 from serve_app.app import build_app
+from serve_app.checkpoints.checkpoint import CheckpointError
+from serve_app.checkpoints.demo_model import ensure_demo_model
+from serve_app.checkpoints.sources import with_local_model, with_local_models
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings, app_config, of_model, overlaid
 
@@ -127,6 +131,17 @@ def test_a_deploy_restarts_the_replicas_of_changed_models_alone() -> None:
     assert after["Replica-one"].max_ongoing_requests < before["Replica-one"].max_ongoing_requests
     alone = {name: value for name, value in TWO.items() if name != "models"}
     assert deployments(alone)["Replica"].version == str(alone)
+
+
+def test_what_takes_one_model_refuses_several_and_each_of_several_becomes_a_local_path(tmp_path: Path) -> None:
+    settings = app_config({**TWO, "models": [{}, {"served_model_name": "two", "fallback": "demo"}]})
+    with pytest.raises(CheckpointError, match="leave them out"):
+        with_local_model(settings, pytest.fail)
+    (tmp_path / "mine").symlink_to(ensure_demo_model("demo"))
+    mine = app_config({**TWO, "models": [{"model": str(tmp_path / "mine"), "max_num_seqs": 8}, {}]})
+    local = with_local_models(mine, pytest.fail)
+    assert Path(local.models[0].pop("model")).samefile(tmp_path / "mine")
+    assert local.models == [{"max_num_seqs": 8, "served_model_name": "mine", "revision": None}, {"model": "demo"}]
 
 
 def test_one_model_is_as_before() -> None:
