@@ -47,9 +47,12 @@ def args_of(*models: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-def deploy(cluster: Cluster, args: dict[str, Any], prefix: str = "/") -> None:
-    app = {"name": "warmpath", "route_prefix": prefix, "import_path": "serve_app:build_app", "args": args}
-    cluster.serve("PUT", cluster.config({**app, "deployments": [{"name": "Ingress", **SURGE}]}))
+def deploy(cluster: Cluster, args: dict[str, Any], **live: Any) -> None:
+    """Deploy settings, and ``live`` ones of all deployments."""
+    app = {"name": "warmpath", "route_prefix": "/", "import_path": "serve_app:build_app", "args": args}
+    replicas = [{"name": f"Replica-{model['served_model_name']}", "user_config": live} for model in args["models"]]
+    ingress = {"name": "Ingress", **SURGE, "user_config": live}
+    cluster.serve("PUT", cluster.config({**app, "deployments": [ingress, *(replicas if live else ())]}))
 
 
 def health(cluster: Cluster) -> dict[str, Any]:
@@ -64,9 +67,13 @@ def ask(cluster: Cluster, model: str, who: str = "acme", **body: Any) -> httpx.R
     return cluster.chat(who, **{**CHAT, "model": model, **body})
 
 
+def state(cluster: Cluster, model: str) -> dict[str, Any]:
+    found: dict[str, Any] = HTTP.get(f"{cluster.url}/v1/cache/state?model={model}", headers=bearer(OPERATOR)).json()
+    return found
+
+
 def pids(cluster: Cluster, model: str) -> set[int]:
-    state = HTTP.get(f"{cluster.url}/v1/cache/state?model={model}", headers=bearer(OPERATOR)).json()
-    return {replica["pid"] for replica in state["replicas"]}
+    return {replica["pid"] for replica in state(cluster, model)["replicas"]}
 
 
 def statuses(cluster: Cluster) -> dict[str, str]:
@@ -144,6 +151,15 @@ def test_every_door_leads_to_the_named_model(cluster: Cluster, tmp_path: Path) -
     assert set(doors(cluster.url, KEYS["zeta"][0], "gpt-4o").values()) == {"gpt-4o", "simulated-demo"}
     for model in ("torch-demo", "pirate"):
         assert ask(cluster, model, "zeta").status_code == 404
+    before = pids(cluster, "torch-demo"), pids(cluster, "simulated-demo")
+    args = args_of(adapted, SIMULATED, aliases={"gpt-4o": "simulated-demo"}, ingress_replicas=2)
+    change = {"served_model_name": "torch-demo", "policy": "round_robin"}
+    deploy(cluster, args, models=[change], aliases={"gpt-4o": "pirate"})
+    eventually(lambda: {ask(cluster, "gpt-4o").json()["model"] for _ in range(8)} == {"pirate"})
+    policies = [state(cluster, model)["policy"] for model in ("torch-demo", "simulated-demo")]
+    assert policies == ["round_robin", "estimated_ttft"]
+    assert state(cluster, "torch-demo")["notices"]["configuration"] == []
+    assert before == (pids(cluster, "torch-demo"), pids(cluster, "simulated-demo"))
     usage = HTTP.get(f"{cluster.url}/v1/usage", headers=bearer("zeta")).json()
     assert {row["model"] for row in usage["data"]} == {"simulated-demo"}
     shown = HTTP.get(f"{cluster.url}/metrics", headers=bearer(OPERATOR)).text
