@@ -151,6 +151,7 @@ def test_every_door_leads_to_the_named_model(cluster: Cluster, tmp_path: Path) -
     assert set(doors(cluster.url, KEYS["zeta"][0], "gpt-4o").values()) == {"gpt-4o", "simulated-demo"}
     for model in ("torch-demo", "pirate"):
         assert ask(cluster, model, "zeta").status_code == 404
+    eventually(lambda: all(pids(cluster, model) for model in ("torch-demo", "simulated-demo") for _ in range(4)))
     before = pids(cluster, "torch-demo"), pids(cluster, "simulated-demo")
     args = args_of(adapted, SIMULATED, aliases={"gpt-4o": "simulated-demo"}, ingress_replicas=2)
     change = {"served_model_name": "torch-demo", "policy": "round_robin"}
