@@ -141,7 +141,8 @@ def engine_arguments(
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "prefix_caching_hash_algo": "sha256",  # collision-proof: vLLM compares no tokens
-        # Copies need all KV in one group. Without them the layers' groups are vLLM's own.
+        # Copies need all KV in one group: a prefix is sent in parts, of which windows hold the last one alone, and vLLM
+        # stops for good if a load into several groups fails. Without them the layers' groups are vLLM's own.
         "disable_hybrid_kv_cache_manager": True if settings.copies else None,
         "prefix_cache_retention_interval": None,  # else events of windows and states do not identify their blocks
         "enforce_eager": settings.enforce_eager,
