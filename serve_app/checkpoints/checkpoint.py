@@ -131,7 +131,7 @@ def stored_bytes(path: Path, number_bytes: int = 4) -> int:
     Raises CheckpointError for a broken file.
     """
     index = path / "model.safetensors.index.json"
-    named = set(_read_json(index, "").get("weight_map", {}).values()) if index.is_file() else set()
+    named = set((_read_json(index, "").get("weight_map") or {}).values()) if index.is_file() else set()
     files = [path / str(name) for name in named]  # beside them may be the same weights in another form
     total = 0
     for file in files or [file for file in path.glob("*.safetensors") if not file.name.startswith("consolidated")]:
