@@ -291,7 +291,7 @@ def test_a_model_whose_own_layer_drafts_finds_as_much(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     save_file({"none": np.zeros(1)}, tmp_path / "model.safetensors")
     config = AppConfig(
-        engine="vllm", block_size=BLOCK, num_blocks=96, dtype="float32", device="cpu", enforce_eager=True, pin_budget=9,
+        engine="vllm", block_size=BLOCK, num_blocks=96, dtype="float32", device="cpu", enforce_eager=True, kv_pull=True,
         max_num_seqs=8, speculative_config={"method": "mtp", "num_speculative_tokens": 1},
         engine_args={"load_format": "dummy"},
     )  # fmt: skip
