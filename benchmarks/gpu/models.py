@@ -14,8 +14,8 @@ from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.systems import Target, Warmpath
 
 DRAFT_TOKENS = 3
-HELD_PROMPTS, HELD_S, READ_EVERY_S = 4, 6.0, 0.25
-"""Prompts whose answers run while blocks are counted, how long, and the time between two counts."""
+HELD_PROMPTS, HELD_TOKENS, READ_EVERY_S = 4, 256, 0.25
+"""Prompts whose answers, of so many tokens, run while blocks are counted, and the time between two counts."""
 _PREFIXES = ("warmpath_", "vllm:")
 
 
@@ -91,22 +91,16 @@ def _repeats(bench: Bench, targets: Targets) -> tuple[RowFigures, str]:
 def _held_blocks(bench: Bench, target: Target) -> dict[str, float]:
     """Return the most blocks in use while prompts are answered that were computed before, and the pool."""
     tokens = bench.shape.prompts[-1]
-    long = bench.shape.max_model_len - tokens - rows.SYSTEM_TOKENS
-    bodies = [bench.chat(f"held {number}", long, tokens=tokens) for number in range(HELD_PROMPTS)]
+    bodies = [bench.chat(f"held {number}", HELD_TOKENS, tokens=tokens) for number in range(HELD_PROMPTS)]
     answers(target, [{**body, "max_tokens": 1} for body in bodies])
 
     async def count() -> list[tuple[float, float]]:
         async with new_client() as client:
-            asked = [asyncio.create_task(ask(client, target, body)) for body in bodies]
-            counts = []
-            for _ in range(round(HELD_S / READ_EVERY_S)):
-                await asyncio.sleep(READ_EVERY_S)
+            asked, counts = asyncio.gather(*(ask(client, target, body) for body in bodies)), []
+            while not asked.done():
                 counts.append(_blocks(await asyncio.to_thread(target.metrics)))
-            for task in asked:
-                task.cancel()
-            for error in await asyncio.gather(*asked, return_exceptions=True):
-                if isinstance(error, Exception):
-                    raise error
+                await asyncio.sleep(READ_EVERY_S)
+            await asked
             return counts
 
     held, pool = max(asyncio.run(count()))
