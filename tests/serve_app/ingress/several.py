@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import AsyncMock
@@ -80,7 +81,8 @@ class Several:
         handle = cast(DeploymentHandle, SimpleNamespace(deployment_name="Replica"))
         self.models = Models(config, entrance, metrics, Broadcast(handle, "app", 1))
         self.scripts: dict[str, Script] = {}
-        database = open_database(None, Path(":memory:"), BOUNDS)
+        self._folder = TemporaryDirectory()
+        database = open_database(None, Path(self._folder.name) / "responses.sqlite", BOUNDS)
         stored = StoredResponses(database, SECRET, workers, BOUNDS)
         history, ledger = MessageHistory(), Ledger(None, 16)
         usage = Ledgers.__new__(Ledgers)  # without its regular writes, which need a loop
