@@ -149,7 +149,7 @@ def test_a_name_of_no_kind_is_refused(name: str, revision: str | None, sentence:
 
 def test_a_resolved_model_is_served_under_the_requested_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub id becomes the path of a snapshot, so that replicas of one instance cannot differ; clients see the id."""
-    monkeypatch.setattr(resolve, "ensure_snapshot", lambda model_id, revision: tmp_path / str(revision))
+    monkeypatch.setattr(resolve, "ensure_snapshot", lambda _, revision, *__: tmp_path / str(revision))
     monkeypatch.setattr(resolve, "ensure_converted", lambda gguf: tmp_path / "converted")
     config = with_local_model(AppConfig(model="org/Name-1.5B", revision="v2"), pytest.fail)
     assert (config.model, config.model_name, config.revision) == (str(tmp_path / "v2"), "org/Name-1.5B", None)
