@@ -19,6 +19,7 @@ BENCHMARKS = {
     "engine": ("engine.compare", "15 minutes a system"),
     "gpu": ("gpu.run", "9 minutes on a GPU, and with --shape tiny 3 minutes"),
     "predictions": ("engine.predictions", "4 minutes"),
+    "host_memory": ("engine.host_memory", "3 minutes"),
     "load_tools": ("end_to_end.load_tools", "3 minutes a tool"),
     "routing": ("routing.decision_latency", "6 minutes"),
     "simulate": ("simulation.run", "5 minutes"),

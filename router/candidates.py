@@ -57,9 +57,10 @@ def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
 def work_tokens(view: RoutingView) -> Floats:
     """Return by row the work of a request in prefill tokens, at least 1. Missing KV is pulled where that is faster.
 
-    ``pending`` counts as held. A pulled token costs ``PULL_PRICE`` x the prefill tokens computed meanwhile.
+    ``pending`` counts as held. A pulled token costs ``PULL_PRICE`` x the prefill tokens computed meanwhile, and one
+    from a tier those of its load.
     """
-    match, pending, loads = view.match, view.pending, view.loads
+    match, pending, loads, loaded = view.match, view.pending, view.loads, view.loaded
     min_pull_tokens = view.settings.min_pull_tokens
     # Floats and a zero-dimensional array, because an int costs numpy a conversion each time.
     prompt = float(view.request.prompt_tokens) or 1.0
@@ -83,6 +84,8 @@ def work_tokens(view: RoutingView) -> Floats:
                 left = 1.0
             if shares is not None and left - least >= min_pull_tokens:
                 left = (left - least) * shares.item(replica.row) + least
+            if loaded:
+                left += loaded.get(replica_id, 0) * replica.tier_pace
             work[replica.row] = left
     return work
 
@@ -139,7 +142,8 @@ def estimate(view: RoutingView, replica_id: str) -> Estimate:
         # The queue as in ``ttft_scores``. Only scores count the delay of others and ``SHARED_PREFILL``.
         ratio, committed = uncached * replica.falloff, replica.committed_tokens
         ahead = committed + (ahead - committed) * (1.0 - (1.0 - ratio) * exp(ratio))
-    wait_s = (ahead + uncached) * replica.seconds_per_token
+    loading = view.loaded.get(replica_id, 0) * replica.tier_pace
+    wait_s = (ahead + uncached + loading) * replica.seconds_per_token
     if view.adapter_s is not None:
         wait_s += float(view.adapter_s[replica.row])
     return Estimate(cached, uncached, pull_from, pull_tokens, wait_s + pull_s)
@@ -167,7 +171,7 @@ class RoutingView(NamedTuple):
     to the caller. ``pending``: tokens by replica that an unfinished prefill of the same prefix will cache. ``closed``:
     further rows that cannot accept it. ``adapter_s``: by row, the request's wait in seconds for its LoRA adapter; None:
     no wait, or the same wait everywhere. ``now_s``: the router's clock. ``quiet``: replicas that send nothing while
-    others do.
+    others do. ``loaded``: tokens of the match that a replica with measured loads has only below its pool.
     """
 
     request: RoutedRequest
@@ -182,6 +186,7 @@ class RoutingView(NamedTuple):
     adapter_s: Floats | None = None
     now_s: float = 0.0
     quiet: Collection[str] = ()
+    loaded: Match = _NOTHING
 
     @property
     def best_tokens(self) -> int:

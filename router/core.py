@@ -10,7 +10,7 @@ from random import Random
 from threading import Lock
 from typing import Any
 
-from router.candidates import RoutingView, estimate
+from router.candidates import Match, RoutingView, estimate
 from router.directory import Directory
 from router.known_replicas import KnownReplicas
 from router.observe import (
@@ -262,9 +262,13 @@ class RoutingCore:
             pending.pop(name, None)
         adapter_s = known.adapters.wait_s(request.adapter, self.loads)
         scoring, closed = self.settings.scoring, self._closed(blocked)
+        loaded: Match = {}
+        if self.loads.num_loading:
+            near = known.directory.match(chain, below=False)
+            loaded = {name: more for name, tokens in match.items() if (more := tokens - near.get(name, 0)) > 0}
         return RoutingView(
             request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, now_s,
-            known.quiet,
+            known.quiet, loaded,
         )  # fmt: skip
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:

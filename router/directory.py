@@ -19,7 +19,7 @@ from typing import Literal
 
 from router.block_table import MAX_ENTRIES, VALUE_BITS, VALUE_MASK, HolderSets, KeyTable, ReplicaSlots, bits, block_keys
 from router.protocol.block_hash import HASH_BYTES, common_blocks
-from router.protocol.events import ENDS_TIER, BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event
+from router.protocol.events import ENDS_TIER, POOL_TIER, BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event
 from router.settings import DEFAULTS
 
 _CHAINS_A_KEY = 4
@@ -218,10 +218,11 @@ class Directory:
                 self._sweep_at, self._sweep_dead = -1, 0
         return bool(self._dead) or self._sweep_at >= 0
 
-    def match(self, chain: bytes) -> dict[str, int]:
+    def match(self, chain: bytes, *, below: bool = True) -> dict[str, int]:
         """Return the tokens of ``chain``'s longest held prefix by replica, without replicas that hold nothing.
 
-        ``chain``: packed hashes of the prompt's full blocks. About log2(blocks) look-ups for each distinct depth.
+        ``chain``: packed hashes of the prompt's full blocks. ``below`` False: blocks below a pool do not count.
+        About log2(blocks) look-ups for each distinct depth.
         Example: of 8 blocks, A holds all, B holds 6 and C holds 3. The interval (0 ABC, 8 -) means: A, B and C hold
         block 0, and no replica holds block 8. A and B hold block 4, a third set, so (4 AB, 8 -) is postponed and
         (0 ABC, 4 AB) continues: block 2 has ABC, block 3 has AB. Low and high are now neighbours. A holder at low
@@ -233,9 +234,12 @@ class Directory:
         words = memoryview(chain if len(chain) == blocks * HASH_BYTES else chain[: blocks * HASH_BYTES]).cast("Q")[::2]
         table, shard_mask, bits_of_value, value_mask = self._table, self._table.shard_mask, VALUE_BITS, VALUE_MASK
         words_of, mask_of = table.words, table.masks
-        masks, live, extra, members = self._sets.masks, self._live, self._extra, self._members
+        masks, live, members = self._sets.masks, self._live, self._members
+        extra = self._extra if below else 0
         first = masks[table.get(words[0])] & live & ~self._ends
-        if first & extra:
+        if not below:
+            first &= ~self._extra
+        elif first & extra:
             first = self._fold(first)
         tokens = self._deepest(words) if self._ends else {}
         intervals = [(0, first, blocks, 0)] if first else []
@@ -319,6 +323,8 @@ class Directory:
         if slot is None:
             if len(replica.slot_of_tier) >= _MAX_TIERS:
                 return
+            if not replica.slot_of_tier and event.tier not in (POOL_TIER, ENDS_TIER):
+                self._new_slot(replica_id, replica, POOL_TIER)  # the pool is the home of a replica's tiers
             slot = self._new_slot(replica_id, replica, event.tier)
         bit = 1 << slot
         # The last eighth is reserved for replicas below an equal share, so that one replica cannot crowd out the rest.

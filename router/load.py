@@ -52,7 +52,8 @@ UNREPORTED = LoadReport(0, 0, 0, 0, 0, 0.0, taken_at_s=-inf)
 class ReplicaLoad:
     """The clamped report, this router's unreleased reservations, and the derived values, named as in ``LoadTable``.
 
-    ``pull_pace``: prefill tokens in the time of one pulled token. ``rate_tokens``, ``rate_s``: the prefill rate's data.
+    ``pull_pace``, ``tier_pace``: prefill tokens in the time of one pulled token, or of one loaded from a tier below the
+    pool, which costs at most as much as computing it. ``rate_tokens``, ``rate_s``: the prefill rate's data.
     """
 
     row: int
@@ -65,6 +66,7 @@ class ReplicaLoad:
     seconds_per_token: float = 0.0
     pull_pace: float = inf
     pulls: bool = False
+    tier_pace: float = 0.0
     rate_tokens: float = 0.0
     rate_s: float = 0.0
     queued_tokens: int = 0
@@ -90,6 +92,8 @@ class ReplicaLoad:
         self.seconds_per_token = seconds_per_token(rate, self.running)
         self.pull_pace = 1.0 / (pull_rate * self.seconds_per_token) if pull_rate else inf
         self.pulls = bool(pull_rate)
+        tier_rate = self.report.tier_tokens_per_s
+        self.tier_pace = min(1.0 / (tier_rate * self.seconds_per_token), 1.0) if tier_rate else 0.0
 
     def recompute_queue(self) -> None:
         """Compute the queue from the report and the unreported reservations."""
@@ -132,6 +136,7 @@ def clamped(report: LoadReport) -> LoadReport:
         committed_prefill_tokens=min(max(report.committed_prefill_tokens, 0), MAX_TOKENS),
         committed_sequences=min(max(report.committed_sequences, 0), MAX_SEQUENCES),
         pull_tokens_per_s=rate(report.pull_tokens_per_s),
+        tier_tokens_per_s=rate(report.tier_tokens_per_s),
         prefill_rate_tokens=min(max(report.prefill_rate_tokens, 0), MAX_TOKENS),
         taken_at_s=report.taken_at_s if isfinite(report.taken_at_s) else 0.0,
         attributes={
@@ -221,7 +226,7 @@ class LoadTable:
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
         self.num_full = 0
-        self.num_pulling = 0
+        self.num_pulling = self.num_loading = 0
         self.replica_ids: list[str] = []
         self.replicas: dict[str, ReplicaLoad] = {}
         self._rate_tokens = self._rate_s = 0.0
@@ -248,6 +253,7 @@ class LoadTable:
             return []
         self.num_full -= replica.full
         self.num_pulling -= replica.pulls
+        self.num_loading -= replica.tier_pace > 0.0
         self._count_rate(replica, -1)
         self._peers.forget(replica_id)
         last_id = self.replica_ids.pop()
@@ -366,12 +372,13 @@ class LoadTable:
 
     def _write(self, replica: ReplicaLoad) -> None:
         """Write a row after a report."""
-        row, pulled = replica.row, replica.pulls
+        row, pulled, loaded = replica.row, replica.pulls, replica.tier_pace > 0.0
         replica.apply_report(self.prefill_tokens_per_s)
         self.running[row] = replica.running
         self.seconds_per_token[row] = replica.seconds_per_token
         self.pull_shares[row] = min(replica.pull_pace * PULL_PRICE, 1.0)
         self.num_pulling += replica.pulls - pulled
+        self.num_loading += (replica.tier_pace > 0.0) - loaded
         self._write_queue(replica)
 
     def _write_queue(self, replica: ReplicaLoad) -> None:

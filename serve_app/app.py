@@ -6,7 +6,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, GangSchedulingConfig, RequestRouterConfig
 
 from serve_app.config.app import MAX_REPLICAS, AppConfig, deployment_of
 from serve_app.config.live import app_config
@@ -46,7 +46,9 @@ def build_app(args: Mapping[str, Any] | AppConfig) -> Application:
 
 def _replicas(settings: AppConfig, of: AppConfig) -> Application:
     """Return the deployment of one served model, of those of an application."""
-    scale: dict[str, Any] = {"num_replicas": settings.replicas}
+    scale: dict[str, Any] = {"num_replicas": settings.first_replicas}
+    if settings.data_parallel_size > 1:
+        scale["gang_scheduling_config"] = GangSchedulingConfig(gang_size=settings.data_parallel_size)
     if settings.autoscaling is not None:
         # The policy obeys the settings in force; Serve's own bounds are wider.
         scale = {"autoscaling_config": _autoscaling(REPLICA_POLICY, settings.autoscaling.min_replicas, MAX_REPLICAS)}

@@ -35,7 +35,8 @@ def main() -> None:
     """Parse flags, run each router on fresh replicas, write the JSON."""
     parser = parser_of(__doc__, "demo")
     add_engine_flag(parser, "torch", "copies")
-    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--replicas", type=int, default=4, help="data-parallel ranks included")
+    parser.add_argument("--data-parallel-size", type=int, default=1, help="of vLLM: so many replicas form a group")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--prompt-tokens", type=int, default=1000)
     parser.add_argument("--working-set", type=float, default=0.6, help="the prompts' share of all pools together")
@@ -82,9 +83,11 @@ def server(policy: str, pulls: str, arguments: argparse.Namespace) -> Iterator[s
         "policy": policy,
         "num_threads": 1,
         "enforce_eager": True,
+        "data_parallel_size": arguments.data_parallel_size,
     }
     flags = [f"--set={key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in config.items()]
-    with instance("--model", arguments.model, "--replicas", str(arguments.replicas), *flags) as url:
+    groups = arguments.replicas // arguments.data_parallel_size
+    with instance("--model", arguments.model, "--replicas", str(groups), *flags) as url:
         yield url
 
 
@@ -114,12 +117,16 @@ async def measure(url: str, name: str, arguments: argparse.Namespace) -> dict[st
         await asyncio.sleep(1.0)  # replicas report their counters twice a second
         metrics = await client.get(f"{url}/metrics")
     pulled_tokens = metric_sum(metrics.text, "warmpath_kv_pulled_tokens_total") if metrics.status_code == 200 else 0.0
+    selected, delivered = (
+        metric_sum(metrics.text, f"warmpath_router_{kind}_cached_tokens_total") for kind in ("selected", "delivered")
+    )
     fields = json.loads((model_path / "config.json").read_text())
     enough = arguments.prompt_tokens - 2 * block_size(arguments.engine)
     return {
         "repeats": len(repeats),
         "served_from_cache": sum(answer.cached_tokens >= enough for answer in repeats) / len(repeats),
         "hit_rate": sum(answer.cached_tokens for answer in repeats) / sum(answer.prompt_tokens for answer in repeats),
+        "delivered_as_predicted": delivered / selected if selected else 1.0,
         "pulled_bytes": round(pulled_tokens * kv_room(fields, DTYPE, 0).bytes_per_token),
         "first_ttft_ms": spread([1000 * answer.ttft_s for answer in first]),
         "repeat_ttft_ms": spread([1000 * answer.ttft_s for answer in repeats]),

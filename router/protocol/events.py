@@ -10,6 +10,9 @@ from router.protocol.samples import Sample
 POOL_TIER = "pool"
 """The pool in which a replica computes."""
 
+HOST_TIER = "host"
+"""Host memory below the pool."""
+
 ENDS_TIER = "ends"
 """The pool of a model with a window or a state in some layers. A prompt can be served up to each listed block, even if
 the blocks before it are not listed."""
@@ -64,6 +67,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     ended (see ``request_key``). Only replicas without reservation numbers send them.
     ``attributes``: of the replica, such as its zone or price, for policies; at most ``settings.MAX_ATTRIBUTES``.
     ``out``: why it cannot take any request now, "" if it can.
+    ``tier_tokens_per_s``: the rate of loads from tiers below the pool, 0.0 if their time does not count.
     """
 
     queued_prefill_tokens: int
@@ -84,6 +88,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     begun: bytes = b""
     attributes: dict[str, str | float] = {}
     out: str = ""
+    tier_tokens_per_s: float = 0.0
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):

@@ -30,7 +30,17 @@ from router.protocol.block_hash import (
     private_parent,
     split_chain,
 )
-from router.protocol.events import ENDS_TIER, POOL_TIER, BlocksRemoved, BlocksStored, CacheCleared, Event
+from router.protocol.events import (
+    ENDS_TIER,
+    HOST_TIER,
+    POOL_TIER,
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    CacheDigest,
+    Event,
+    TierDigest,
+)
 from router.protocol.samples import faded
 from router.vllm_events.batches import (
     AllBlocksCleared,
@@ -42,6 +52,7 @@ from router.vllm_events.batches import (
     KvEventBatch,
     MalformedBatch,
 )
+from router.vllm_events.host import HostBlocks
 
 _ROOT = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
@@ -49,7 +60,11 @@ _FULL = frozenset({None, "full_attention", "mla_attention", "sink_full_attention
 _WINDOW = frozenset({"sliding_window", "sliding_window_mla"})
 _STATE = "mamba"
 
-_Changes = list[tuple[type[BlocksStored | BlocksRemoved | CacheCleared], bytes]]
+_MOST_LEFT = 65_536
+"""Most blocks that the pool lost and whose copies in host memory may still be reported."""
+
+_Changes = list[tuple[type[BlocksStored | BlocksRemoved | CacheCleared], str, bytes]]
+"""Kind, tier and block."""
 
 
 class UnsupportedEvents(ValueError):
@@ -83,6 +98,7 @@ class VllmPool:
         self.xor = 0
         self.unplaced = 0
         self.tier = POOL_TIER
+        self._rank: int | None = None
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._clock = clock
@@ -94,6 +110,7 @@ class VllmPool:
         self._names: dict[bytes, set[BlockHash]] = {}
         """Blocks with several names."""
         self._told: dict[bytes, None] = {}
+        self._host = HostBlocks(self._told, min(max_blocks, _MOST_LEFT))
 
     def __len__(self) -> int:
         return len(self._told)
@@ -106,22 +123,29 @@ class VllmPool:
         """The distinct blocks that vLLM's pool holds, in all groups."""
         return sum(len(group.copies) for group in self._groups.values())
 
+    @property
+    def host_blocks(self) -> int:
+        """The blocks that host memory serves."""
+        return len(self._host.told)
+
     def translate(self, batch: KvEventBatch) -> list[Event]:
         """Apply a batch and return its router events. Adjacent events of one kind are joined.
 
         Raises UnsupportedEvents and MalformedBatch. The batch is then applied in part, so call ``forget``.
         """
-        if batch.data_parallel_rank:
+        rank = batch.data_parallel_rank or 0
+        if self._rank not in (None, rank):
             raise UnsupportedEvents(
-                f"the events are of data parallel rank {batch.data_parallel_rank}: each rank has a cache of its own, "
-                "so give each a replica (data_parallel_size 1)"
+                f"the events are of data parallel ranks {self._rank} and {rank}: each rank has a cache of its own, "
+                "so follow each by its own address"
             )
+        self._rank = rank
         changes: _Changes = []
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 self._clear(changes)
             elif event.medium not in (None, "GPU"):  # the pool on a CPU is also called GPU
-                self._skip(event)
+                self._offloaded(event)
             elif isinstance(event, BlockRemoved):
                 self._removed(event)
             else:
@@ -129,7 +153,7 @@ class VllmPool:
         if scales := [group.scale for group in self._groups.values() if group.chains is not None]:
             self._check_size(min(scales) * self._block_size, min(scales) == 1)
         self._tell(changes)
-        return _joined(changes, self.tier)
+        return _joined(changes)
 
     def forget(self) -> list[Event]:
         """Start over after lost events, and return the router events.
@@ -143,7 +167,10 @@ class VllmPool:
         """Return the number of held blocks among a packed chain's first ``most``. With holes it is only a hint."""
         most = min(most, len(chain) // HASH_BYTES)
         if self.tier == POOL_TIER:
-            return count_leading(chain, most, self._told.__contains__)
+            told, below = self._told, self._host.told
+            return count_leading(
+                chain, most, (lambda block: block in told or block in below) if below else told.__contains__
+            )
         return next((blocks for blocks in range(most, 0, -1) if hash_at(chain, blocks - 1) in self._told), 0)
 
     def hit(self, chain: bytes, most: int) -> int:
@@ -161,8 +188,19 @@ class VllmPool:
 
         The tenant's root is missing if no block is private. Blocks that are not held add b"".
         """
-        firsts = [self._blocks.get(hash_at(chain, index)) for index in sorted({0, public_blocks})]
+        hashes = [hash_at(chain, index) for index in sorted({0, public_blocks})]
+        firsts = [self._blocks.get(block) or self._host.get(block) for block in hashes]
         return b"".join(first.root for first in firsts if first is not None)
+
+    def snapshot(self) -> list[Event]:
+        """Return the events that tell of all blocks anew."""
+        below = [BlocksStored(b"".join(self._host.told), HOST_TIER)] if self._host.told else []
+        return [CacheCleared(), BlocksStored(b"".join(self), self.tier), *below]
+
+    def digest(self) -> CacheDigest:
+        """Return the digest of the reported blocks."""
+        below = TierDigest(HOST_TIER, len(self._host.told), self._host.xor)
+        return CacheDigest((TierDigest(self.tier, len(self), self.xor), *((below,) if self._host.told else ())))
 
     def blocks(self) -> Iterator[tuple[bytes, HeldBlock]]:
         """Yield the blocks that can be hit, with parents before children."""
@@ -176,10 +214,10 @@ class VllmPool:
             group.copies.clear()
             if group.chains is not None:
                 group.chains.clear()
-        for known in (self._touched, self._ours, self._names, self._told):
+        for known in (self._touched, self._ours, self._names, self._told, self._host):
             known.clear()
         self.xor = 0
-        changes.append((CacheCleared, b""))
+        changes.append((CacheCleared, "", b""))
 
     def _learn(self, event: BlockStored, changes: _Changes) -> _Group:
         """Return an event's group, which is new. Without it, other groups' blocks were reported too early."""
@@ -202,12 +240,24 @@ class VllmPool:
         if self._told:
             self._touched |= self._told
             self._told.clear()
+            self._host.clear()
             self.xor = 0
-            changes.append((CacheCleared, b""))
+            changes.append((CacheCleared, "", b""))
 
     def _skip(self, event: BlockStored | BlockRemoved) -> None:
         if isinstance(event, BlockStored):
             self.unplaced += len(event.block_hashes)
+
+    def _offloaded(self, event: BlockStored | BlockRemoved) -> None:
+        """Follow host memory, unless layers form groups: what their blocks there serve is not followed."""
+        followed = event.medium == "CPU" and self.tier == POOL_TIER and len(self._groups) == 1
+        for name in event.block_hashes:
+            if isinstance(event, BlockRemoved):
+                self._host.drop(name)
+            else:
+                ours = self._ours.get(name)
+                held = None if ours is None else self._blocks.get(ours)
+                self.unplaced += not (followed and self._host.add(name, ours, held))
 
     def _stored(self, event: BlockStored, changes: _Changes) -> None:
         if event.block_size <= 0:
@@ -293,6 +343,7 @@ class VllmPool:
             if group.chains is None:
                 self._touched[ours] = None
             elif ours in group.chains:
+                self._host.left(theirs, ours, group.chains[ours])
                 if (other := next((name for name in self._names.get(ours, ()) if name in group.copies), None)) is None:
                     group.chains.drop(ours)
                 else:
@@ -317,7 +368,10 @@ class VllmPool:
         self._told |= dict.fromkeys(stored)
         for block in removed:
             del self._told[block]
-        changes += [(BlocksRemoved, block) for block in reversed(removed)] + [(BlocksStored, block) for block in stored]
+        below, gone = self._host.changes((*stored, *removed))
+        for tier, lost, gained in ((self.tier, removed, stored), (HOST_TIER, gone, below)):
+            changes += [(BlocksRemoved, tier, block) for block in reversed(lost)]
+            changes += [(BlocksStored, tier, block) for block in gained]
 
     def _serves(self, block: bytes) -> bool:
         """Return whether all groups can continue behind a block."""
@@ -331,14 +385,14 @@ class VllmPool:
         )
 
 
-def _joined(changes: _Changes, tier: str) -> list[Event]:
+def _joined(changes: _Changes) -> list[Event]:
     """Return the changes as events, with adjacent changes of one kind joined. A clear drops all earlier events."""
     events: list[Event] = []
-    for kind, same in groupby(changes, itemgetter(0)):
+    for (kind, tier), same in groupby(changes, itemgetter(0, 1)):
         if kind is CacheCleared:
             events = [CacheCleared()]
         else:
-            events.append(kind(b"".join(block_hash for _, block_hash in same), tier))
+            events.append(kind(b"".join(block_hash for *_, block_hash in same), tier))
     return events
 
 

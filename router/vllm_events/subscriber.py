@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, TierDigest
+from router.protocol.events import CacheCleared, Event
 from router.vllm_events.batches import END_OF_REPLAY, SEQUENCE_BYTES, MalformedBatch, decode_batch
 from router.vllm_events.pool import UnsupportedEvents, VllmPool
 
@@ -81,9 +81,7 @@ class EventSubscriber:
     def tell(self, *, anew: bool) -> None:
         """Send a digest of the pool's known blocks to the sink. ``anew``: send every block before it."""
         with self._lock:
-            pool = self._pool
-            blocks: list[Event] = [CacheCleared(), BlocksStored(b"".join(pool), pool.tier)] if anew else []
-            self._deliver([*blocks, CacheDigest((TierDigest(pool.tier, len(pool), pool.xor),))])
+            self._deliver([*(self._pool.snapshot() if anew else ()), self._pool.digest()])
 
     def _listen(self) -> None:
         context = zmq.Context()

@@ -194,6 +194,14 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
             self.__dict__[name] = own[name]  # not as given: another engine has other defaults
         return self
 
+    @model_validator(mode="after")
+    def _groups_are_fixed(self) -> Self:
+        if self.autoscaling is not None and self.data_parallel_size > 1:
+            raise ValueError(
+                "autoscaling adds and ends single replicas, and data_parallel_size makes groups of them: leave one out"
+            )
+        return self
+
     def entries(self) -> list[ModelEntry]:
         """Return all settings of each of ``models``, for ``AppConfig.model_validate``: its own before those outside."""
         outside = self.model_dump(mode="json", exclude_unset=True, exclude=_OF_NO_MODEL)
@@ -237,13 +245,13 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
 
     @property
     def first_replicas(self) -> int:
-        """The number of replicas at the start."""
-        return self.replicas if self.autoscaling is None else self.autoscaling.min_replicas
+        """The number of replicas at the start, data-parallel ranks included."""
+        return self.replicas * self.data_parallel_size if self.autoscaling is None else self.autoscaling.min_replicas
 
     @property
     def most_replicas(self) -> int:
         """The highest number of replicas."""
-        return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
+        return self.first_replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property
     def documented(self) -> bool:

@@ -40,6 +40,9 @@ class CacheSection(BaseModel):
     enable_prefix_caching: bool = Field(True, description="reuse the KV of computed prefixes")
     explain_misses: bool = Field(True, description="explain cache misses; an ingress then keeps tenants' last prompts")
     host_cache_bytes: Bytes = Field(0, ge=0, description="host memory of a replica for blocks evicted from its pool")
+    kv_offloading_size: float | None = Field(
+        None, gt=0, description="with engine vllm on a GPU: GiB of host memory of a replica for its computed blocks"
+    )
     disk_cache_bytes: Bytes = Field(0, ge=0, description="disk of a replica for blocks evicted from the tier above")
     disk_cache_dir: Path | None = Field(None, description="directory of the disk tier, with one slot for each replica")
     disk_queue_bytes: Bytes = Field(

@@ -69,6 +69,7 @@ Capability = Literal[
     "grammars",
     "draft_hits",
     "servers",
+    "host_memory",
 ]
 """What an engine need not have: beside the settings in ``CAPABILITIES``, the methods with a body in
 ``engine.protocol.Engine``. "ranks": several in a replica, and arguments of its own; "drafts": speculation."""
@@ -104,8 +105,13 @@ CAPABILITIES: dict[Capability, CapabilitySettings] = {
         "saved prompts", ("pin_budget", "save_ttl_s"), {"pin_budget": 0.0}, without="no prompt is kept in the cache"
     ),
     "tiers": CapabilitySettings(
-        "tiers below its pool, so evicted blocks are lost",
+        "tiers of this kind below its pool; vllm has kv_offloading_size",
         TIER_SETTINGS,
+    ),
+    "host_memory": CapabilitySettings(
+        "offloading of vLLM's; its own host memory is host_cache_bytes",
+        ("kv_offloading_size",),
+        without="evicted blocks are lost",
     ),
     "adapters": CapabilitySettings("LoRA adapters", ("lora_adapters", "allow_runtime_lora")),
     "step_time": CapabilitySettings("steps sized by time, only by max_num_batched_tokens", ("max_itl_ms",)),
@@ -176,7 +182,7 @@ ENGINES: dict[EngineName, EngineTraits] = {
     "torch": EngineTraits("serve_app.replica.engine_factory:TORCH", _BUILT_IN, built_in=True),
     "vllm": EngineTraits(
         "serve_app.replica.engine_factory:VLLM",
-        _OF_ALL | {"ranks", "drafts", "draft_hits"},
+        _OF_ALL | {"ranks", "drafts", "draft_hits", "host_memory"},
         missing=lambda: VLLM_MISSING if vllm_missing() else "",
         defaults={"kv_pull": False, "prewarm": False, "handover": False, "pin_budget": 0.0},
         cpu_defaults={"block_size": VLLM_CPU_BLOCK_SIZE},
@@ -220,6 +226,13 @@ class EngineSection(BaseModel):
     )
     pipeline_parallel_size: int = Field(
         1, ge=1, le=64, description="with engine vllm: stages on one node, each with a part of the layers"
+    )
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="with engine vllm: data-parallel ranks on one node, each a replica with its own cache and load; "
+        "`replicas` counts groups of them",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
@@ -311,11 +324,11 @@ class EngineSection(BaseModel):
     @model_validator(mode="after")
     def _engine_fits(self) -> Self:
         can, external = ENGINES[self.engine].can, ENGINES[self.engine].external
-        if "ranks" not in can and (self.ranks > 1 or self.engine_args):
+        if "ranks" not in can and (self.ranks * self.data_parallel_size > 1 or self.engine_args):
             own = "does not start its servers" if external else "computes on one device"
             raise ValueError(
                 f"engine={self.engine} {own} and accepts no engine_args: set engine: vllm, or remove "
-                "tensor_parallel_size, pipeline_parallel_size and engine_args"
+                "tensor_parallel_size, pipeline_parallel_size, data_parallel_size and engine_args"
             )
         if self.speculative_model is not None and (self.speculative_model != NGRAM or "drafts" not in can):
             raise ValueError(

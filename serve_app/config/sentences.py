@@ -39,7 +39,7 @@ def unknown_setting(name: str, known: Collection[str]) -> str:
     if name in _KEYS:
         return "only SHA-256 sums of keys are written here, as `key_sha256`; `warmpath keys new NAME` makes both"
     if name.startswith("data_parallel"):
-        return "each data parallel rank has its own cache, which routers would not know; use replicas"
+        return "there is no such setting; set data_parallel_size, and warmpath sets the rest"
     wanted = name.replace("-", "_").lower()
     short = [full for full in known if "_" in full and "".join(word[0] for word in full.split("_")) == wanted]
     near = short or get_close_matches(wanted, known, n=1)

@@ -44,7 +44,8 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
         self.answers = RecentAnswers()
         self._prefills = Prefills(config.scheduler_config.max_num_seqs)
         self._reporter = Reporter(self._prefills.report, self._stats, feed, LOAD_INTERVAL_S)
-        self._events = EventSubscriber(endpoints.publish, endpoints.replay, self._pool, feed.put)
+        sockets = endpoints.of_rank(config.parallel_config.data_parallel_rank)
+        self._events = EventSubscriber(*sockets, self._pool, feed.put)
         self._events.start()
         self._tasks = [run_in_background(work) for work in (self._reporter.run, partial(tell_caches, self, feed))]
         client = self._engine_client

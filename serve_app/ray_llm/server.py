@@ -27,6 +27,8 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
     def _init_shared(self, llm_config: Any, *more: Any) -> None:
         """Set vLLM's start arguments before Ray makes its engine."""
         super()._init_shared(llm_config, *more)
+        if (llm_config.engine_kwargs.get("data_parallel_size") or 1) > 1:
+            raise ValueError("data_parallel_size: each rank has a cache of its own; raise num_replicas instead")
         header = str(llm_config.experimental_configs.get(TENANT_HEADER, DEFAULT_TENANT_HEADER))
         if not header:
             logger.warning("%s is off: all requests share one cache", TENANT_HEADER)

@@ -66,6 +66,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     from serve_app.engine.runner.model_runner import choose_device, choose_dtype
     from serve_app.engine.vllm.engine import VllmEngine
     from serve_app.engine.vllm.settings import VllmSettings
+    from serve_app.replica.data_parallel import join_group  # imports Ray Serve, which reads its environment then
 
     device = choose_device(config.device)
     on_cpu = device.type == "cpu"
@@ -108,6 +109,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
         lora=bool(config.lora_adapters) or config.allow_runtime_lora,
         speculative_config=with_whole_hits(drafting),
         engine_args=arguments,
+        data_parallel=join_group() if config.data_parallel_size > 1 else None,
     )
     return VllmEngine(settings, event_sink)
 

@@ -44,6 +44,7 @@ from serve_app.engine.protocol import (
 )
 from serve_app.reconfigure import LiveSettings
 from serve_app.replica.adapter_loader import ReplicaAdapters
+from serve_app.replica.data_parallel import gang_rank
 from serve_app.replica.grammars import ReplicaMatchers
 from serve_app.replica.lifecycle.answers import PeerAnswers
 from serve_app.replica.lifecycle.handover import MoveMeters
@@ -101,7 +102,9 @@ class Replica:
         self._ending.push_async_callback(self._puller.stop)
         self._moves = MoveMeters()
         labels = ray.get_runtime_context().get_node_labels()
-        self._attributes = attributes_of(self._config.replica_attributes, labels)
+        rank = gang_rank()
+        told = {} if rank is None else {"data_parallel_rank": float(rank)}
+        self._attributes = attributes_of({**told, **self._config.replica_attributes}, labels)
         gpus = ",".join(map(str, ray.get_gpu_ids()))
         self._place = (("pid", str(os.getpid())), ("node", platform.node()), ("gpu", gpus))
         self._lifecycle = Lifecycle(self._config, self._engine, self._adapters, peers, self._running, self._moves)

@@ -40,6 +40,12 @@ def test_values_may_be_text() -> None:
         serve_app.build_app({"replica": "3"})
 
 
+def test_ranks_of_a_group_start_and_end_together() -> None:
+    app = serve_app.build_app({"model": "demo", "engine": "vllm", "data_parallel_size": 2, "replicas": 2})
+    replica = app._bound_deployment.init_args[1]._bound_deployment
+    assert (replica.num_replicas, replica._deployment_config.gang_scheduling_config.gang_size) == (4, 2)
+
+
 def test_serve_build_writes_a_file(tmp_path: Path) -> None:
     command = [Path(sys.executable).parent / "serve", "build", "serve_app:app", "-o", tmp_path / "app.yaml"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

@@ -18,6 +18,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 from vllm.v1.request import Request
 from vllm.v1.sample.sampler import Sampler
 
@@ -90,6 +92,11 @@ def a_connector_without_a_pool(patch: Patch) -> None:
     patch.delattr(KVConnectorBase_V1, "bind_gpu_block_pool")
 
 
+def least_recently_used_alone(patch: Patch) -> None:
+    """Host memory has one order for all tenants."""
+    patch.setattr(CachePolicyFactory, "get_cache_policy_cls", lambda *_: LRUCachePolicy)
+
+
 def steps_without_blocks(patch: Patch) -> None:
     schedule = Scheduler.schedule
 
@@ -133,7 +140,8 @@ DIFFERENT: dict[Callable[[Patch], None], set[str]] = {
     hashes_elsewhere: {"public_prompts"},
     blocks_stored_elsewhere: {"public_prompts", "store_kv"},
     no_events: {"predictions"},
-    a_connector_without_a_pool: {"saves", "copies"},
+    a_connector_without_a_pool: {"saves", "copies", "host_memory"},
+    least_recently_used_alone: {"host_memory"},
     steps_without_blocks: {"copies"},
     another_sampler: {"exact_resume"},
     a_prompt_of_one_length: {"resume"},

@@ -23,7 +23,7 @@ ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
 
 Wake = Callable[[], None]
 
-_LOAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+LOAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 _EXPECTED_WEIGHT_S = 0.05
 _MEMORY_S = 1.0
@@ -122,7 +122,7 @@ class Tier(ABC):
     def __init__(self, parts: TierParts, below: "Tier | None") -> None:
         self.below = below
         self.rule = LoadRule(parts.settings.tier_load_ratio, self.expected_bytes_per_s)
-        self.load_seconds = Histogram(_LOAD_BUCKETS_S)
+        self.load_seconds = Histogram(LOAD_BUCKETS_S)
         self._size_bytes = parts.size_bytes
 
     @abstractmethod

@@ -11,14 +11,17 @@ from bisect import bisect
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from msgspec import structs
 
 from router.protocol.block_hash import extend_chain
-from router.protocol.events import LoadReport, StatsReport
+from router.protocol.events import HOST_TIER, LoadReport, StatsReport
+from router.protocol.samples import Histogram, Sample
 from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
+from serve_app.cache.tiers.tier import LOAD_BUCKETS_S
 from serve_app.config.engine import MOST_AHEAD
 from serve_app.engine.protocol import (
     EngineError,
@@ -65,6 +68,7 @@ class VllmEngine:
         self._load = LoadMirror(settings, self._meters)
         self._stopping = False
         self._progress_s = time.monotonic()
+        self._host_loads, self._host_bytes = Histogram(LOAD_BUCKETS_S), 0.0
         self._endpoints = EventEndpoints.create()
         directory = self._endpoints.directory
         try:
@@ -78,7 +82,9 @@ class VllmEngine:
         self._outbox = Outbox(lambda: self._frontend.loop.call_soon(self._outbox.deliver))
         self._pool = VllmPool(settings.block_size, facts.num_blocks)
         self._told = settings.enable_prefix_caching and "predictions" not in off
-        self._events = EventSubscriber(self._endpoints.publish, self._endpoints.replay, self._pool, event_sink)
+        group = settings.data_parallel
+        sockets = self._endpoints.of_rank(0 if group is None else group.rank)
+        self._events = EventSubscriber(*sockets, self._pool, event_sink)
         self.adapters = VllmAdapters(directory / "adapters", self._frontend, settings).slots
         self._jobs = JobRunner(self._frontend, self.adapters, self._copies)
         self._saves = VllmSaves(settings, facts, self._pool, self._jobs.run, self._meters)
@@ -158,7 +164,12 @@ class VllmEngine:
     def load(self) -> LoadReport:
         """Return the load as of the last step, plus all requests submitted since."""
         with self._lock:
-            return self._load.report(time.monotonic())
+            report, load_s = self._load.report(time.monotonic()), self._host_loads.total
+            if load_s:
+                report = structs.replace(
+                    report, tier_tokens_per_s=self._host_blocks_loaded() * self.settings.block_size / load_s
+                )
+            return report
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
@@ -175,14 +186,31 @@ class VllmEngine:
                 ("warmpath_kv_cache_block_tokens", _LABELS, self.facts.block_tokens),
                 *pin_samples(pins, _LABELS, self._saves.recalled),
                 *self.adapters.samples(_LABELS),
+                *self._host_samples(),
             )
         )
+
+    def _host_blocks_loaded(self) -> float:
+        return self._host_bytes / max(1, self.kv_block_bytes)
+
+    def _host_samples(self) -> list[Sample]:
+        if not self.settings.kv_offloading_size:
+            return []
+        labels = (*_LABELS, ("tier", HOST_TIER))
+        held = float(self._pool.host_blocks)
+        return [
+            ("warmpath_kv_tier_blocks", labels, held),
+            ("warmpath_kv_tier_bytes", labels, held * self.kv_block_bytes),
+            ("warmpath_kv_tier_hits_total", labels, self._host_blocks_loaded()),
+            *self._host_loads.samples("warmpath_kv_tier_load_seconds", labels),
+        ]
 
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
         """Release saves and drop all cached blocks; return False, dropping none, while a request uses one."""
         self._frontend.call(self._saves.clear()).result()
         self._events.cleared.clear()
-        done = bool(self._frontend.call(self._frontend.llm.reset_prefix_cache()).result())
+        reset = partial(self._frontend.llm.reset_prefix_cache, reset_connector=bool(self.settings.kv_offloading_size))
+        done = bool(self._frontend.call(reset()).result())
         if done and self._told:
             self._jobs.step()  # vLLM reports the reset with this step's events; earlier reports precede the reset
             self._events.cleared.wait(_RESET_TOLD_S)
@@ -317,14 +345,16 @@ class VllmEngine:
     def _first(self, live: LiveRequest, part: Generated) -> FirstToken:
         """Note a request's first part; return the facts that are reported once."""
         request = live.request
+        whole = (len(request.token_ids) - 1) // self.settings.block_size * self.settings.block_size
+        cached = min(part.cached_tokens, whole)  # vLLM counts a block of host memory whose last token it computes again
         self._meters.queue_time.observe(part.queue_s)
         self._meters.prefill_time.observe(max(0.0, time.monotonic() - live.arrival_s - part.queue_s))
         self._meters.admitted(
-            request.tenant, len(request.token_ids), part.cached_tokens, caching=self.settings.enable_prefix_caching
+            request.tenant, len(request.token_ids), cached, caching=self.settings.enable_prefix_caching
         )
         with self._lock:
-            self._load.begun(live, part.cached_tokens)
-        return FirstToken(part.cached_tokens, part.queue_s, live.save)
+            self._load.begun(live, cached)
+        return FirstToken(cached, part.queue_s, live.save)
 
     def _end(
         self,
@@ -370,8 +400,13 @@ class VllmEngine:
         self._outbox.deliver()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _stepped(self, running: int, kv_usage: float, prompt_tokens: int, duration_s: float) -> None:
+    def _stepped(
+        self, running: int, kv_usage: float, prompt_tokens: int, duration_s: float, loads: tuple[float, float]
+    ) -> None:
         with self._lock:
+            if loads[1]:
+                self._host_loads.observe(loads[1] / self.settings.ranks)
+                self._host_bytes += loads[0]
             self._load.stepped(running, kv_usage, prompt_tokens, duration_s)
             self._progress_s = time.monotonic()
             left = bool(self._load.left)

@@ -27,7 +27,7 @@ _OURS = {
 PROMISES = {
     "a hit is verified by its token ids": "prefix_caching_hash_algo",
     "the directory says exactly which blocks a replica holds": "kv_events_config kv_transfer_config mamba_block_size "
-    "disable_hybrid_kv_cache_manager kv_offloading_size kv_offloading_backend prefill_context_parallel_size "
+    "disable_hybrid_kv_cache_manager kv_offloading_backend prefill_context_parallel_size "
     "decode_context_parallel_size dcp_kv_cache_interleave_size cp_kv_cache_interleave_size prefix_match_unit "
     "prefix_cache_retention_interval swa_bounded_replay",
     "no tenant sees another's cache by its timing": "enable_log_requests",
@@ -40,8 +40,8 @@ PROMISES = {
 _WHY = {
     **{f"use {setting}: in the settings instead": f"{setting} {names}" for setting, names in _OURS.items()},
     **{f"it would break a promise ({promise}); leave it out": names for promise, names in PROMISES.items()},
-    "each data parallel rank has a cache of its own, which no router would know; use replicas": "data_parallel_rank "
-    "data_parallel_size data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port "
+    "set data_parallel_size in the settings instead, and warmpath sets the rest": "data_parallel_rank "
+    "data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port "
     "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend "
     "enable_elastic_ep elastic_ep_max_dp_size",
     "a replica's ranks are processes on one node; leave it out": "distributed_executor_backend nnodes node_rank "

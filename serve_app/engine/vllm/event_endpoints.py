@@ -35,15 +35,21 @@ class EventEndpoints:
         (directory / f"{_LOCK}.new").rename(directory / _LOCK)  # the file never appears without its lock held
         return cls(directory, lock)
 
+    # For data-parallel ranks after the first vLLM appends to an address with "inproc" in it, and refuses other files.
     @property
     def publish(self) -> str:
         """``KVEventsConfig.endpoint``."""
-        return f"ipc://{self.directory}/events"
+        return f"ipc://{self.directory}/inproc-events"
 
     @property
     def replay(self) -> str:
         """``KVEventsConfig.replay_endpoint``."""
-        return f"ipc://{self.directory}/replay"
+        return f"ipc://{self.directory}/inproc-replay"
+
+    def of_rank(self, rank: int) -> tuple[str, str]:
+        """Return ``publish`` and ``replay`` as vLLM changes them for a data-parallel rank."""
+        suffix = f"_dp{rank}" if rank else ""
+        return f"{self.publish}{suffix}", f"{self.replay}{suffix}"
 
     def remove(self) -> None:
         """Delete the directory with its sockets, once."""

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,8 +24,9 @@ from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_e
 
 T = TypeVar("T")
 
-OnStep = Callable[[int, float, int, float], None]
-"""(running sequences after a step, part of the pool in use, prompt tokens computed, duration in seconds)"""
+OnStep = Callable[[int, float, int, float, tuple[float, float]], None]
+"""(running sequences after a step, part of the pool in use, prompt tokens computed, duration in seconds, loads from
+host memory that ended: their bytes and seconds in all ranks)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +185,12 @@ class VllmFrontend:
         ):
             raise ValueError("; ".join(refused))
         check_drafts(settings.speculative_config)
+        given = parsed_engine_args(settings.engine_args)
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu(), off=self.off)
-        wanted = AsyncEngineArgs(**parsed_engine_args(settings.engine_args) | arguments).create_engine_config()
+        if settings.data_parallel is not None and not AsyncEngineArgs(**given | arguments).create_model_config().is_moe:
+            self.settings = settings = replace(settings, data_parallel=None)
+            arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu(), off=self.off)
+        wanted = AsyncEngineArgs(**given | arguments).create_engine_config()
         if settings.num_blocks is not None:  # vLLM then lowers the length to what fits, in all groups of layers
             wanted.model_config.original_max_model_len = -1
         self.llm = AsyncLLM.from_vllm_config(wanted, stat_loggers=[self._logger], disable_log_stats=True)
@@ -237,6 +242,13 @@ def _logprob(most: int | None, token: int, by_id: Mapping[int, Any]) -> TokenLog
     return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 
 
+def _loads(told: Mapping[str, Any] | None) -> tuple[float, float]:
+    """Return the bytes and seconds of loads in the statistics of vLLM's connectors."""
+    own = (told or {}).get("OffloadingConnector", told or {})
+    totals = [own.get("data", {}).get(f"vllm:kv_offload_load_{name}", {}) for name in ("bytes", "time")]
+    return float(sum(totals[0].values())), float(sum(totals[1].values()))
+
+
 def _logger_of(on_step: OnStep, drafts: Counter[str], clock: StepClock) -> Callable[[Any, int], Any]:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -254,8 +266,11 @@ def _logger_of(on_step: OnStep, drafts: Counter[str], clock: StepClock) -> Calla
             running = scheduler_stats.num_running_reqs
             took_s = clock.step_s(time.monotonic(), running + scheduler_stats.num_waiting_reqs)
             nothing = step is None or step.is_dummy
-            computed = (0, 0.0) if nothing else (step.num_ctx_tokens, took_s if self._ahead else step.elapsed_ms / 1000)
-            on_step(running, scheduler_stats.kv_cache_usage, *computed)
+            tokens, took_s = (
+                (0, 0.0) if nothing else (step.num_ctx_tokens, took_s if self._ahead else step.elapsed_ms / 1000)
+            )
+            loads = _loads(scheduler_stats.kv_connector_stats)
+            on_step(running, scheduler_stats.kv_cache_usage, tokens, took_s, loads)
             if (verified := scheduler_stats.spec_decoding_stats) is not None:
                 drafts["warmpath_spec_decode_num_drafts_total"] += verified.num_drafts
                 drafts["warmpath_spec_decode_num_draft_tokens_total"] += verified.num_draft_tokens

@@ -26,6 +26,10 @@ STATES_ALONE = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv"})
 """Model types without attention."""
 
 
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+"""Fields of a model with experts. Source: vLLM's ``ModelArchConfigConvertorBase``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Refused settings, the reason ``because``, and the test ``wanted`` for a refused value (default: any change)."""
@@ -49,6 +53,11 @@ TABLE = (
         lambda config: _changed(config, "num_speculative_tokens") and not config.drafting,
         instead=f"set speculative_model: {NGRAM} too, or speculative_config",
     ),
+    Refusal(
+        ("kv_offloading_size",),
+        "host memory keeps computed prefixes, and enable_prefix_caching is false",
+        lambda config: config.kv_offloading_size is not None and not config.enable_prefix_caching,
+    ),
 )
 """In report order; remove a line once vLLM's engine supports its settings."""
 
@@ -65,6 +74,11 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
         found.append(
             f"block_size: with engine=vllm on a CPU it must be a multiple of {VLLM_CPU_BLOCK_SIZE}; "
             f"set block_size: {VLLM_CPU_BLOCK_SIZE}"
+        )
+    if on_cpu and config.kv_offloading_size is not None:
+        found.append(
+            "kv_offloading_size: vLLM's CPU build offloads no KV, and its pool is in host memory already; raise "
+            "kv_cache_bytes instead"
         )
     if (
         on_cpu
@@ -104,6 +118,10 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
         )
     if on_cpu and text.get("model_type") == "gpt_oss" and config.num_threads != 1:
         found.append("with several threads vLLM's CPU build computes attention sinks wrongly: set num_threads: 1")
+    if on_cpu and config.data_parallel_size > 1 and any(text.get(name) for name in EXPERTS):
+        found.append(
+            "data_parallel_size: in vLLM's CPU build ranks cannot exchange the tokens of their experts; use replicas"
+        )
     moves = [name for name in ("kv_pull", "prewarm", "handover") if getattr(config, name)] if states or windowed else []
     moves += ["pin_budget"] if states and config.pin_budget else []
     if moves:

@@ -21,7 +21,10 @@ CONFIG_OFF = "warmpath.off"
 IN_CORE: frozenset[Capability] = frozenset({"turns", "shares", "public_prompts", "store_kv", "predictions"})
 """The capabilities of this package's scheduler."""
 
-CHECKED: frozenset[Capability] = IN_CORE | {"saves", "copies", "exact_resume", "resume", "grammars", "draft_hits"}
+CHECKED: frozenset[Capability] = IN_CORE | {
+    *("saves", "copies", "host_memory"),
+    *("exact_resume", "resume", "grammars", "draft_hits"),
+}
 """Those that the installed version of vLLM may not allow: see ``scheduling.hooks``."""
 
 CONFIG_EXACT = "warmpath.exact"
@@ -46,6 +49,15 @@ _CACHE, _ENGINE, _LORA = CacheSection(), EngineSection(), LoraSection()
 
 
 @dataclass(frozen=True, slots=True)
+class DataParallel:
+    """One of ``size`` data-parallel ranks of a model with experts, which meet at ``port`` of this machine."""
+
+    rank: int
+    size: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class VllmSettings:
     """A replica's settings for vLLM.
 
@@ -59,6 +71,9 @@ class VllmSettings:
     by tenant. ``speculative_config``: vLLM's, empty without drafts.
     ``required_capabilities``: those without which vLLM does not start.
     ``engine_args``: more of vLLM's arguments, as given in the settings. ``exact_resume``: as there.
+    ``kv_offloading_size``: GiB of host memory for computed blocks, None without; ``offloading``: more fields of vLLM's
+    connector, as tests need on a CPU.
+    ``data_parallel``: None for an engine that computes alone, which vLLM requires without experts.
     """
 
     model: str
@@ -89,6 +104,9 @@ class VllmSettings:
     required_capabilities: Sequence[Capability] = ()
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel: DataParallel | None = None
+    kv_offloading_size: float | None = None
+    offloading: Mapping[str, Any] = field(default_factory=dict)
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     exact_resume: ExactResume = "auto"
 
@@ -104,6 +122,7 @@ class VllmSettings:
                 for name, value in self.speculative_config.items()
                 if name != WHOLE_HITS or "draft_hits" not in off
             },
+            kv_offloading_size=None if "host_memory" in off else self.kv_offloading_size,
         )
 
     @property
@@ -169,7 +188,14 @@ def engine_arguments(
             "endpoint": endpoints.publish,
             "replay_endpoint": endpoints.replay,
         }
-    if settings.ranks > 1:
+    if (group := settings.data_parallel) is not None:
+        arguments |= {
+            "data_parallel_size": group.size,
+            "data_parallel_rank": group.rank,
+            "data_parallel_address": "127.0.0.1",
+            "data_parallel_rpc_port": group.port,
+        }
+    if settings.ranks > 1 or group is not None:
         arguments["distributed_executor_backend"] = "mp"  # not Ray's, which vLLM would choose in a placement group
     elif on_cpu:
         arguments["distributed_executor_backend"] = EXECUTOR  # for a GPU vLLM's own choice is as good
@@ -179,14 +205,23 @@ def engine_arguments(
         }
         if settings.exact:
             arguments["async_scheduling"] = False  # positions are known only once a step's accepted drafts are
+    connectors: list[dict[str, Any]] = []
     if settings.transfer:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "WarmpathConnector",
-            "kv_connector_module_path": "serve_app.engine.vllm.transfer.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"directory": str(endpoints.directory), "copies": settings.copies},
-        }
+        connectors.append(
+            {
+                "kv_connector": "WarmpathConnector",
+                "kv_connector_module_path": "serve_app.engine.vllm.transfer.connector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"directory": str(endpoints.directory), "copies": settings.copies},
+            }
+        )
+    if settings.kv_offloading_size:
+        connectors.append(offloading_connector(settings.kv_offloading_size, settings.offloading))
+    if connectors:
+        children = {"kv_connector_extra_config": {"connectors": connectors}}
+        both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **children}
+        one = both if len(connectors) > 1 else connectors[0]
+        arguments["kv_transfer_config"] = {**one, "kv_load_failure_policy": "recompute"}
     if blocks is not None:
         arguments["num_gpu_blocks_override"] = blocks + 1  # one is vLLM's null block
     if on_cpu and blocks is not None:
@@ -201,6 +236,21 @@ def engine_arguments(
             "max_lora_rank": lora_rank(settings.max_lora_rank),
         }
     return arguments
+
+
+def offloading_connector(size_gib: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the fields of vLLM's own connector for host memory, which also keeps answers: the next turn reads them."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": size_gib * (1 << 30),
+            "eviction_policy": "TenantPolicy",
+            "cache_policy_module_path": "serve_app.engine.vllm.scheduling.host_memory",
+            "offload_prompt_only": False,
+            **(more or {}),
+        },
+    }
 
 
 def capability_samples(off: Collection[Capability], labels: Labels) -> list[Sample]:

@@ -31,10 +31,10 @@ class NaiveDirectory:
     def __init__(self) -> None:
         self.held: dict[str, dict[str, set[bytes]]] = {}
 
-    def match(self, hashes: bytes) -> dict[str, int]:
+    def match(self, hashes: bytes, *, below: bool = True) -> dict[str, int]:
         tokens = {}
         for replica_id, tiers in self.held.items():
-            blocks = set().union(*tiers.values())
+            blocks = set().union(*(held for tier, held in tiers.items() if below or tier == "pool"))
             depth = next((i for i, piece in enumerate(split_chain(hashes)) if piece not in blocks), len(hashes) // 16)
             if depth:
                 tokens[replica_id] = depth * BLOCK
@@ -78,6 +78,8 @@ def test_match_equals_oracle(actions: list[tuple[str, str, str, int, int]], swee
             directory.sweep(7)
         for wanted in range(ROOTS):
             assert directory.match(chain(wanted, DEPTH)) == oracle.match(chain(wanted, DEPTH))
+            near = directory.match(chain(wanted, DEPTH), below=False)
+            assert near == oracle.match(chain(wanted, DEPTH), below=False)
         counts = {name: {t: len(b) for t, b in tiers.items() if b} for name, tiers in oracle.held.items()}
         assert {n: {t: c for t, c in directory.blocks_held(n).items() if c} for n in counts} == counts
     while directory.sweep(64):

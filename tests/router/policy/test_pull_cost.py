@@ -7,11 +7,11 @@ import pytest
 from router.candidates import RoutingView, plan_pull, work_tokens
 from router.core import RoutingCore
 from router.load import LoadTable
-from router.protocol.events import LoadReport
+from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import RoutedRequest
 from router.settings import PolicySettings
 from tests.router import cores
-from tests.router.cores import ask, core_of, decided
+from tests.router.cores import CHAIN, ask, core_of, decided
 
 PULLING = PolicySettings(min_pull_tokens=100)
 REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
@@ -63,6 +63,30 @@ def test_the_work_that_is_left(
     loads = loads_of(pull_rate, a=0, b=0, c=0)
     assert work_tokens(view_of(match, loads)).tolist() == pytest.approx(expected)
     assert (plan_pull(view_of(match, loads), "a", 0) == ("", 0)) == (pull_rate < 1000.0)
+
+
+def test_tokens_below_the_pool_cost_their_load() -> None:
+    """600 tokens at ten times the rate of computing weigh as 60; a load that was never measured costs nothing."""
+    loads = loads_of(a=0, b=0)
+    loads.report("b", cores.load(0, 0, 0, tier_tokens_per_s=10_000.0), 1.0)
+    assert loads.num_loading == 1
+    view = view_of({"b": 600}, loads)._replace(loaded={"b": 600, "a": 600})
+    assert work_tokens(view)[1] == pytest.approx(460)
+    assert work_tokens(view._replace(loaded={"b": 200}))[1] == pytest.approx(420)
+    loads.report("b", cores.load(0, 0, 0, tier_tokens_per_s=1.0), 2.0)
+    assert work_tokens(view)[1] == pytest.approx(1000), "never more than computing"
+    loads.remove_replica("b")
+    assert loads.num_loading == 0
+
+
+def test_a_prefix_in_the_pool_is_preferred_to_one_below_it() -> None:
+    core = core_of("ab", {"b": CHAIN})
+    core.apply("a", [BlocksStored(CHAIN, "host")])
+    for name in "ab":
+        core.apply(name, [cores.load(0, 0, 0, tier_tokens_per_s=5_000.0)])
+    assert {decided(core, ask(number)).replica_id for number in range(4)} == {"b"}
+    told = core.explain(ask(9), ["estimated_ttft"])["replicas"]
+    assert {row["replica_id"]: row["cached_tokens_by_tier"] for row in told}["a"]["host"] > 0
 
 
 def test_each_replica_pulls_at_the_rate_it_reports() -> None:

@@ -291,8 +291,10 @@ def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:
 def test_events_that_routers_cannot_use_are_an_error_with_a_sentence() -> None:
     with pytest.raises(UnsupportedEvents, match="set block_size to 128"):
         told(VllmPool(2, 8), stored(block_size=128, token_ids=[0] * 128))
-    with pytest.raises(UnsupportedEvents, match="data parallel rank 1"):
-        told(VllmPool(2, 8), STORED, rank=1)
+    pool = VllmPool(2, 8)
+    assert told(pool, STORED, rank=1), "each data-parallel rank has an address of its own"
+    with pytest.raises(UnsupportedEvents, match="data parallel ranks 1 and 0"):
+        told(pool, STORED, rank=0)
 
 
 @pytest.mark.parametrize("event", [stored(medium="CPU"), stored(token_ids=[1, 2, 3, 4])], ids=["offloaded", "left out"])

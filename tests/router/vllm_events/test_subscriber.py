@@ -69,6 +69,7 @@ def subscriber(endpoints: EventEndpoints, engine: Publisher, routers: Routers) -
 def test_nobody_else_reads_the_prompts(endpoints: EventEndpoints) -> None:
     assert stat.S_IMODE(endpoints.directory.stat().st_mode) == 0o700
     assert all(address.startswith(f"ipc://{endpoints.directory}/") for address in (endpoints.publish, endpoints.replay))
+    assert endpoints.of_rank(0) == (endpoints.publish, endpoints.replay)
 
 
 def test_the_next_start_removes_a_killed_owners_directory(
@@ -115,7 +116,7 @@ def test_an_engine_that_cannot_be_routed_by_is_followed_no_longer(
     until(routers.held)
     engine.send(encode([block(2)], rank=3))
     until(lambda: not subscriber.healthy())
-    assert "data parallel rank 3" in caplog.text
+    assert "data parallel ranks 0 and 3" in caplog.text
     assert routers.held() == set()
 
 

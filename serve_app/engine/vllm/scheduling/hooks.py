@@ -97,6 +97,7 @@ def _probed(name: str) -> None:
 
 CHECKS: dict[Capability, Callable[[], None]] = {
     **{name: partial(_probed, name) for name in sorted(IN_CORE)},
+    "host_memory": partial(_probed, "host_memory"),
     "saves": _saves,
     "copies": _copies,
     "exact_resume": exact_resume,

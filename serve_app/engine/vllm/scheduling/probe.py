@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, KVEventsConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -25,7 +25,7 @@ from serve_app.engine.sampling_params import TokenRules
 from serve_app.engine.vllm.sampling.params import ExtraArgs
 from serve_app.engine.vllm.scheduling.scheduler import TenantScheduler
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, tenant_args
-from serve_app.engine.vllm.settings import CONFIG_ENDS, CONFIG_OFF, IN_CORE, WHOLE_HITS
+from serve_app.engine.vllm.settings import CONFIG_ENDS, CONFIG_OFF, IN_CORE, WHOLE_HITS, offloading_connector
 
 SIZE = 32
 BLOCKS = 33
@@ -56,10 +56,11 @@ class SchedulerProbe:
     """vLLM's scheduler with the capabilities ``on``; ``pool``: its blocks by its events, as of the last step.
 
     ``window``: also of layers with a window of so many tokens, beside those with full attention. ``drafting``: vLLM's
-    ``speculative_config``, as its object. No token is drafted.
+    ``speculative_config``, as its object. No token is drafted. ``host``: the blocks of host memory below the pool; a
+    copy to it ends a step later.
     """
 
-    def __init__(self, *on: Capability, window: int = 0, drafting: Any = None) -> None:
+    def __init__(self, *on: Capability, window: int = 0, drafting: Any = None, host: int = 0) -> None:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(SIZE, sha256)
         config = VllmConfig(
@@ -75,6 +76,12 @@ class SchedulerProbe:
             additional_config={CONFIG_OFF: sorted(IN_CORE - {*on}), CONFIG_ENDS: [0]},
         )
         config.speculative_config = drafting
+        if host:
+            from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+            size = {"cpu_bytes_to_use": host * CPUOffloadingSpec.BLOCK_SIZE_ALIGNMENT}
+            config.kv_transfer_config = KVTransferConfig(engine_id="probe", **offloading_connector(1, size))
+        self._storing: dict[int, Any] = {}
         config.cache_config.num_gpu_blocks = BLOCKS
         config.model_config = _Model(
             max_model_len=_LONGEST,
@@ -82,6 +89,7 @@ class SchedulerProbe:
             skip_tokenizer_init=True,
             model="",
             get_vocab_size=lambda: 64,
+            get_total_num_kv_heads=lambda: 1,
         )
         sizes: dict[str, Any] = {"block_size": SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["l"], FullAttentionSpec(**sizes))]
@@ -115,8 +123,32 @@ class SchedulerProbe:
         asked = [self.scheduler.requests[name] for name in planned]
         tokens = [[1] if one.num_computed_tokens >= one.num_tokens else [] for one in asked]
         places = {name: at for at, name in enumerate(planned)}
-        self.scheduler.update_from_output(plan, ModelRunnerOutput([*planned], places, tokens))
+        copied = None if self.scheduler.connector is None else self._copied(plan.kv_connector_metadata)
+        computed = ModelRunnerOutput([*planned], places, tokens, kv_connector_output=copied)
+        self.scheduler.update_from_output(plan, computed)
         return planned
+
+    def _copied(self, jobs: Any) -> KVConnectorOutput:
+        """Copy as vLLM's worker does: loads now, and the last step's stores with those that may not wait."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+
+        due, self._storing = {**self._storing}, dict(jobs.store_jobs)
+        for number in jobs.jobs_to_flush or ():
+            if (job := self._storing.pop(number, None)) is not None:
+                due[number] = job
+        for job in (*due.values(), *jobs.load_jobs.values()):
+            self.copy(job.src_spec, job.dst_spec)
+        done = OffloadingWorkerMetadata(dict.fromkeys((*due, *jobs.load_jobs), 1))
+        loaded = {job.req_id for job in jobs.load_jobs.values()}
+        return KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=done)
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Copy blocks between the pool and host memory; nothing here, where they have no content."""
+
+    def settle(self) -> None:
+        """Compute steps until nothing is copied any more."""
+        while self.scheduler.connector.has_pending_push_work():
+            self.step()
 
     def _hear(self, batch: Any) -> None:
         self.pool.translate(decode_batch(msgspec.msgpack.encode(batch)))
@@ -211,6 +243,26 @@ def predictions() -> None:
     probe.end(running, waiting)
     probe.run("a", prompt(4, 12))
     expect(probe.known("a", prompt(3, 12)) == known == 12, "blocks that a waiting request reads are evicted first")
+
+
+def host_memory() -> None:
+    """Check that evicted blocks come back from host memory, to their tenant, and that a flood leaves others' there."""
+    probe = SchedulerProbe(host=64)
+
+    def run(tenant: str, *numbers: int, store_kv: bool = True) -> int:
+        cached = 0
+        for number in numbers:
+            cached = probe.run(tenant, prompt(number, 12), store_kv=store_kv)
+            probe.settle()
+        return cached
+
+    expect(run("a", *range(5), *range(5)) == 12, "evicted blocks do not come back")
+    expect(probe.pool.host_blocks or not len(probe.pool), "its events do not tell of them")
+    expect(run("b", 0) == 0, "a tenant reads another's blocks")
+    run("b", 5, store_kv=False)
+    run("a", *range(6, 26))
+    expect(run("b", 0) == 12, "a flood evicts another tenant's blocks")
+    expect(run("b", 5) == 0, "it stores what it must not")
 
 
 def pins() -> None:

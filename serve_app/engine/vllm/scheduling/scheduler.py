@@ -24,7 +24,7 @@ from serve_app.engine.vllm.sampling.answers import AnswerGrammars, awaits_gramma
 from serve_app.engine.vllm.sampling.params import ExtraArgs
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
-from serve_app.engine.vllm.scheduling.tenant import shares_of, tells_prompt, tenant_of
+from serve_app.engine.vllm.scheduling.tenant import HOST_SHARES, offload_params, shares_of, tells_prompt, tenant_of
 from serve_app.engine.vllm.scheduling.turns import Need, Plan, TenantTurns
 from serve_app.engine.vllm.scheduling.waiting_line import FairRequestQueue
 from serve_app.engine.vllm.settings import CONFIG_EXACT, CONFIG_OFF
@@ -70,6 +70,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         weights, tenant, turns = shares_of(request), tenant_of(request), self._turns
         if weights is not None:
             self._shares.set_weights(weights)
+            for shares in HOST_SHARES:
+                shares.set_weights(weights)
         if tenant:
             self._shares.touch(tenant)
         if turns is not None and weights is not None:
@@ -81,6 +83,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         if self._blocks is not None:
             self._blocks.begin(request)
         self._begin_answer(request)
+        if self.connector is not None:
+            request.kv_transfer_params = offload_params(request)
         super().add_request(request)
         if "predictions" not in self._off and (self.running or len(self.waiting) > 1):
             # Touch its cached blocks now: else other requests could evict them before it starts.

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 from router.protocol.block_hash import HASH_BYTES
+from serve_app.cache.prefix.quota import Accounts
 from serve_app.fairness.shares import checked_weights
 
 _TENANT = "warmpath.tenant"
@@ -16,6 +18,10 @@ _ORDER = "warmpath.order"
 _PUBLIC = "warmpath.public"
 _NOT_STORED = "warmpath.not_stored"
 _SHARES = "warmpath.tenant_shares"
+_OWNER = "warmpath.owner"
+
+HOST_SHARES: WeakSet[Accounts[Any]] = WeakSet()
+"""Tenants' accounts of the host memory in this process."""
 
 
 def tenant_args(tenant: str, order: int = 0) -> dict[str, Any]:
@@ -37,6 +43,18 @@ def scope_args(root: bytes, public_tokens: int, *, store_kv: bool = True) -> dic
 def shares_args(shares: Mapping[str, float]) -> dict[str, Any]:
     """Return ``extra_args`` of a request that sets all tenants' weights. Raises ValueError for an invalid one."""
     return {_SHARES: checked_weights(shares)}
+
+
+def offload_params(request: Any) -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` of vLLM's request: whose its blocks are, and whether they may be offloaded."""
+    params = {**(request.kv_transfer_params or {}), _OWNER: (tenant_of(request), public_part(request)[0])}
+    return params if stores_kv(request) else {**params, "max_offload_tokens": 0}
+
+
+def owner_of(params: Mapping[str, Any] | None) -> tuple[str, int]:
+    """Return the tenant in ``offload_params``, and the number of tokens at the beginning that are public."""
+    tenant, public_tokens = (params or {}).get(_OWNER, ("", 0))
+    return str(tenant), int(public_tokens)
 
 
 def tenant_of(request: Any) -> str:

@@ -12,8 +12,8 @@ from serve_app.config.files import load_settings
 from serve_app.config.live import BadSettings, app_config
 from serve_app.engine.vllm.engine_args import fingerprint_with, refused_engine_args
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
-from serve_app.engine.vllm.refusals import refused_ranks, refused_settings
-from serve_app.engine.vllm.settings import VllmSettings, engine_arguments
+from serve_app.engine.vllm.refusals import refused_model, refused_ranks, refused_settings
+from serve_app.engine.vllm.settings import DataParallel, VllmSettings, engine_arguments
 from serve_app.replica.engine_factory import maker_of, served_fields
 
 
@@ -25,7 +25,8 @@ from serve_app.replica.engine_factory import maker_of, served_fields
         ("scheduler_cls", "(tenants take turns inside a step)"),
         ("logits_processors", "(a seeded answer goes on elsewhere, token by token)"),
         ("enable_log_requests", "(no tenant sees another's cache by its timing)"),
-        ("data_parallel_size", "each data parallel rank has a cache of its own"),
+        ("data_parallel_rank", "set data_parallel_size in the settings"),
+        ("kv_offloading_size", "use kv_offloading_size:"),
         ("block_size", "use block_size:"),
         ("kv_cache_memory_bytes", "use kv_cache_bytes:"),
         ("tensor_parallel_size", "use tensor_parallel_size:"),
@@ -107,6 +108,34 @@ def test_overrides_of_a_models_config_count_before_it_is_loaded(demo_model_path:
     assert "mamba" in sentence
 
 
-def test_data_parallel_ranks_are_answered_with_replicas() -> None:
-    with pytest.raises(BadSettings, match="use replicas"):
-        app_config({"data_parallel_size": 2})
+def test_data_parallel_ranks_are_replicas_of_their_own() -> None:
+    """Serve starts a group's ranks together; each has its own GPUs, so replica_num_gpus counts those of one rank."""
+    config = app_config({"engine": "vllm", "data_parallel_size": 2, "replicas": 3, "replica_num_gpus": 1})
+    assert (config.first_replicas, config.most_replicas, config.ranks) == (6, 6, 1)
+    for wrong, told in (
+        ({"data_parallel_rank": 1}, "set data_parallel_size"),
+        ({"data_parallel_size": 2}, "set engine: vllm"),
+        ({"engine": "vllm", "data_parallel_size": 2, "autoscaling": {"max_replicas": 4}}, "leave one out"),
+    ):
+        with pytest.raises(BadSettings, match=told):
+            app_config(wrong)
+
+
+def test_ranks_with_experts_meet_at_a_port_of_their_machine() -> None:
+    settings = VllmSettings("m", data_parallel=DataParallel(1, 2, 4567))
+    given = engine_arguments(settings, EventEndpoints(Path("/run/private")), on_cpu=False)
+    told = {name: given[f"data_parallel_{name}"] for name in ("size", "rank", "address", "rpc_port")}
+    assert told == {"size": 2, "rank": 1, "address": "127.0.0.1", "rpc_port": 4567}
+    assert not [
+        name
+        for name in engine_arguments(VllmSettings("m"), EventEndpoints(Path("/x")), on_cpu=False)
+        if "data_" in name
+    ]
+
+
+@pytest.mark.parametrize("fields", [{"num_experts": 4}, {"text_config": {"n_routed_experts": 8}}])
+def test_ranks_share_experts_on_gpus_alone(fields: dict[str, Any]) -> None:
+    config = AppConfig(engine="vllm", data_parallel_size=2)
+    (sentence,) = refused_model(fields, config, on_cpu=True)
+    assert "exchange the tokens of their experts" in sentence
+    assert refused_model(fields, config, on_cpu=False) == refused_model({}, config, on_cpu=True) == []

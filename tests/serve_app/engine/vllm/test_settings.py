@@ -107,7 +107,7 @@ def test_prompts_stay_on_the_machine_and_out_of_logs() -> None:
     """vLLM's default publishes all prompts' token ids on a TCP port; a 64-bit hash can be made to collide."""
     found = arguments()
     events = found["kv_events_config"]
-    assert events["endpoint"] == "ipc:///run/private/events"
+    assert events["endpoint"] == "ipc:///run/private/inproc-events"
     assert events["replay_endpoint"].startswith("ipc://")
     assert not found["enable_log_requests"]
     assert found["prefix_caching_hash_algo"] == "sha256"
@@ -126,6 +126,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "tier_load_ratio": {"tier_load_ratio": 2},
     "object_cache_url": {"object_cache_url": "file:///kv"},
     "object_cache_bytes": {"object_cache_bytes": "1GiB"},
+    "kv_offloading_size": {"kv_offloading_size": 4, "enable_prefix_caching": False},
     "save_ttl_s": {"save_ttl_s": 60},
     "max_itl_ms": {"max_itl_ms": 50.0},
     "num_speculative_tokens": {"num_speculative_tokens": 2},

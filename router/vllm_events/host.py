@@ -1,0 +1,113 @@
+"""The blocks that an engine keeps in host memory below its pool, by its events of that medium.
+
+These name blocks and say nothing else about them, so they tell of blocks that the pool holds or held lately. A prompt
+continues from the pool's blocks into these: one is served while the pool or host memory serves its parent.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Container, Iterable
+
+from router.protocol.block_hash import block_word
+from router.vllm_events.batches import BlockHash, HeldBlock
+
+
+class HostBlocks:
+    """``told``: the blocks that are served, by this project's hashes; ``xor``: of their words.
+
+    ``in_pool``: the blocks that the pool serves; ``most_left``: how many that it lost are remembered.
+    """
+
+    def __init__(self, in_pool: Container[bytes], most_left: int) -> None:
+        self.told: dict[bytes, None] = {}
+        self.xor = 0
+        self.used = False
+        self._in_pool = in_pool
+        self._most_left = most_left
+        self._left: OrderedDict[BlockHash, tuple[bytes, HeldBlock]] = OrderedDict()
+        self._copies: Counter[BlockHash] = Counter()
+        self._ours: dict[BlockHash, bytes] = {}
+        self._held: dict[bytes, tuple[HeldBlock, set[BlockHash]]] = {}
+        self._children: dict[bytes, set[bytes]] = {}
+        self._touched: list[bytes] = []
+
+    def get(self, block: bytes) -> HeldBlock | None:
+        """Return a held block."""
+        found = self._held.get(block)
+        return None if found is None else found[0]
+
+    def left(self, theirs: BlockHash, block: bytes, held: HeldBlock) -> None:
+        """Remember a block that the pool lost: vLLM may still report its copy."""
+        if self.used:
+            self._left[theirs] = block, held
+            if len(self._left) > self._most_left:
+                self._left.popitem(last=False)
+
+    def add(self, theirs: BlockHash, block: bytes | None, held: HeldBlock | None) -> bool:
+        """Add a copy of a block; None for one that the pool does not hold. Return whether it is known."""
+        self.used = True
+        if block is None or held is None:
+            known = self._ours.get(theirs)
+            block, held = self._left.pop(theirs, (known, None if known is None else self.get(known)))
+            if block is None or held is None:
+                return False
+        self._copies[theirs] += 1
+        self._ours[theirs] = block
+        if block not in self._held:
+            self._held[block] = held, set()
+            self._children.setdefault(held.under, set()).add(block)
+            self._touched.append(block)
+        self._held[block][1].add(theirs)
+        return True
+
+    def drop(self, theirs: BlockHash) -> None:
+        """Remove one copy of a block. Unknown ones are ignored."""
+        if theirs not in self._ours:
+            return
+        self._copies[theirs] -= 1
+        if self._copies[theirs] > 0:
+            return
+        del self._copies[theirs]
+        block = self._ours.pop(theirs)
+        held, names = self._held[block]
+        names.discard(theirs)
+        if not names:
+            del self._held[block]
+            self._children[held.under].discard(block)
+            if not self._children[held.under]:
+                del self._children[held.under]
+            self._touched.append(block)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        for known in (self.told, self._left, self._copies, self._ours, self._held, self._children, self._touched):
+            known.clear()
+        self.xor = 0
+
+    def changes(self, pool_changed: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Return the blocks that are newly served, parents first, and those that no longer are.
+
+        ``pool_changed``: those that the pool began or ceased to serve.
+        """
+        stored, removed = dict[bytes, None](), dict[bytes, None]()
+        queue, self._touched = self._touched, []
+        for block in pool_changed:
+            queue += self._children.get(block, ())
+        for block in queue:
+            held = self.get(block)
+            served = held is not None and (
+                held.under == held.root or held.under in self._in_pool or held.under in self.told
+            )
+            if served == (block in self.told):
+                continue
+            self.xor ^= block_word(block)
+            if served:
+                self.told[block] = None
+            else:
+                del self.told[block]
+            gained, lost = (stored, removed) if served else (removed, stored)
+            if block in lost:
+                del lost[block]
+            else:
+                gained[block] = None
+            queue += self._children.get(block, ())
+        return list(stored), list(removed)
