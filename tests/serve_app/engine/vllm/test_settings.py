@@ -130,6 +130,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     "save_ttl_s": {"save_ttl_s": 60},
     "max_itl_ms": {"max_itl_ms": 50.0},
     "num_speculative_tokens": {"num_speculative_tokens": 2},
+    "workers": {"workers": ["http://127.0.0.1:8000"]},
+    "worker_key_file": {"worker_key_file": "key"},
 }
 
 
