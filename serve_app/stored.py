@@ -1,4 +1,4 @@
-"""A tenant's stored responses, sealed: without the secret, a database reveals no texts, tenants or ids.
+"""A tenant's stored responses, files and batches, sealed: a database alone reveals no texts, tenants or ids.
 
 The databases: SQLite or Postgres, with the same statements, or Redis. Any thread may call them, and blocks. If one
 cannot be used, a call raises one of its ``failures``.
@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from cryptography.exceptions import InvalidTag
@@ -42,6 +42,12 @@ CREATE TABLE IF NOT EXISTS sealed_responses (
 );
 CREATE INDEX IF NOT EXISTS sealed_responses_of_tenants ON sealed_responses (tenant, created_s, bytes);
 CREATE INDEX IF NOT EXISTS sealed_responses_by_age ON sealed_responses (created_s);
+CREATE TABLE IF NOT EXISTS sealed_objects (
+    id BLOB PRIMARY KEY, owner BLOB NOT NULL, kind BLOB NOT NULL, expires_s DOUBLE PRECISION NOT NULL,
+    bytes BIGINT NOT NULL, data BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS sealed_objects_of_owners ON sealed_objects (owner, kind, bytes);
+CREATE INDEX IF NOT EXISTS sealed_objects_by_age ON sealed_objects (expires_s);
 """
 _PUT = "INSERT INTO sealed_responses VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 _USED = "SELECT COALESCE(SUM(bytes), 0) FROM sealed_responses WHERE tenant = ?"
@@ -57,6 +63,14 @@ DELETE FROM sealed_responses WHERE id IN (
 _EXPIRE = "DELETE FROM sealed_responses WHERE id IN (SELECT id FROM sealed_responses WHERE created_s < ? LIMIT 100)"
 _GET = "SELECT data FROM sealed_responses WHERE tenant = ? AND id = ?"
 _DELETE = "DELETE FROM sealed_responses WHERE tenant = ? AND id = ?"
+_INSERT = "INSERT INTO sealed_objects VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+_LAPSE = "DELETE FROM sealed_objects WHERE id IN (SELECT id FROM sealed_objects WHERE expires_s < ? LIMIT 100)"
+_SWAP = "UPDATE sealed_objects SET data = ?, bytes = ? WHERE id = ? AND data = ?"
+_FIND = "SELECT data FROM sealed_objects WHERE id = ? AND expires_s >= ?"
+_LIST = "SELECT id{} FROM sealed_objects WHERE owner = ? AND kind = ? AND expires_s >= ?"
+_REMOVE = "DELETE FROM sealed_objects WHERE id = ?"
+_CLEAR = "DELETE FROM sealed_objects WHERE owner = ? AND kind = ?"
+_TAKEN = "SELECT COALESCE(SUM(bytes), 0) FROM sealed_objects WHERE owner = ?"
 
 _SCRIPT = """
 local id, data, now_s, ttl_s, most_bytes = unpack(ARGV)
@@ -80,6 +94,32 @@ for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, math.ceil(ttl_s)) end
 """
 """KEYS: a tenant's hash of data, sorted set of times, and byte count. Without data, the script removes a response."""
 
+_OBJECTS = """
+local what, prefix, from, till, value, other = unpack(ARGV)
+if what == 'insert' then
+    if not redis.call('SET', prefix .. from, value, 'NX', 'PXAT', other) then return 0 end
+    redis.call('ZADD', KEYS[1], 0, from)
+    return 1
+elseif what == 'swap' then
+    if redis.call('GET', prefix .. from) ~= value then return 0 end
+    redis.call('SET', prefix .. from, other, 'KEEPTTL')
+    return 1
+end
+local found, bytes = {}, 0
+for _, name in ipairs(redis.call('ZRANGEBYLEX', KEYS[1], '[' .. from, till == '' and '+' or '[' .. till)) do
+    local length = redis.call('STRLEN', prefix .. name)
+    if what == 'remove' then redis.call('DEL', prefix .. name) end
+    if what == 'remove' or length == 0 then redis.call('ZREM', KEYS[1], name) end
+    if length > 0 then
+        bytes = bytes + length
+        if what ~= 'taken' then found[#found + 1] = name end
+        if what == 'read' then found[#found + 1] = redis.call('GET', prefix .. name) end
+    end
+end
+return what == 'taken' and bytes or found
+"""
+"""KEYS: an owner's sorted set of names, all that it has, by kind. An object has a key of its own, which expires."""
+
 
 class StoreError(ValueError):
     """Responses cannot be stored with these settings. The message contains the remedy, but no part of a URL."""
@@ -92,6 +132,14 @@ class StorageLimits:
     ttl_s: float
     max_bytes: int
     now_s: Callable[[], float] = time.time
+
+
+class ObjectPlace(NamedTuple):
+    """The names of an object's owner, of its kind (32 bytes each, below the owner), and its own, b"" for all."""
+
+    owner: bytes
+    kind: bytes
+    id: bytes = b""
 
 
 class SqlDatabase:
@@ -142,6 +190,40 @@ class SqlDatabase:
         """Remove a response, and return whether it existed."""
         return bool(self._execute(_DELETE, tenant, response_id))
 
+    def insert(self, at: ObjectPlace, data: bytes, expires_s: float) -> bool:
+        """Store an object durably, unless there is one of its id; return whether it is new. Removes some expired ones.
+
+        After a lost connection it may be this call's and still not be new.
+        """
+        self._execute(_LAPSE, self._bounds.now_s())
+        return bool(self._execute(_INSERT, at.id, at.owner, at.kind, expires_s, len(data), data))
+
+    def swap(self, at: ObjectPlace, old: bytes, new: bytes) -> bool:
+        """Replace an object's data if it is still ``old``; return whether it was."""
+        return bool(self._execute(_SWAP, new, len(new), at.id, old))
+
+    def find(self, at: ObjectPlace) -> bytes | None:
+        """Return an object's data, None if it does not exist."""
+        rows = self._execute(_FIND, at.id, self._bounds.now_s())
+        return bytes(rows[0][0]) if rows else None
+
+    def ids(self, at: ObjectPlace) -> list[bytes]:
+        """Return the ids of all objects of an owner and kind."""
+        return [bytes(row[0]) for row in self._execute(_LIST.format(""), at.owner, at.kind, self._bounds.now_s())]
+
+    def read(self, at: ObjectPlace) -> list[tuple[bytes, bytes]]:
+        """Return ids and data of all objects of an owner and kind."""
+        rows = self._execute(_LIST.format(", data"), at.owner, at.kind, self._bounds.now_s())
+        return [(bytes(row[0]), bytes(row[1])) for row in rows]
+
+    def remove(self, at: ObjectPlace) -> bool:
+        """Remove an object, or all of an owner and kind if there is no id; return whether there was one."""
+        return bool(self._execute(_REMOVE, at.id) if at.id else self._execute(_CLEAR, at.owner, at.kind))
+
+    def taken(self, owner: bytes) -> int:
+        """Return the bytes of all objects of an owner."""
+        return int(self._execute(_TAKEN, owner)[0][0])
+
     def _execute(self, statement: str, *values: Any) -> Any:
         """Run a statement as a transaction. Return its rows, or the number of changed rows."""
         with self._lock:
@@ -171,6 +253,7 @@ class RedisDatabase:
         self._bounds = bounds
         self._client: Any = redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
         self._change = self._client.register_script(_SCRIPT)
+        self._objects = self._client.register_script(_OBJECTS)
 
     def put(self, tenant: bytes, response_id: bytes, data: bytes) -> None:
         """See ``SqlDatabase``. Removes this tenant's old responses. An inactive tenant's keys expire."""
@@ -189,6 +272,41 @@ class RedisDatabase:
     def delete(self, tenant: bytes, response_id: bytes) -> bool:
         """See ``SqlDatabase``."""
         return bool(self._change(_keys(tenant), [response_id]))
+
+    def insert(self, at: ObjectPlace, data: bytes, expires_s: float) -> bool:
+        """See ``SqlDatabase``."""
+        return bool(self._run("insert", at, data, int(expires_s * 1000)))
+
+    def swap(self, at: ObjectPlace, old: bytes, new: bytes) -> bool:
+        """See ``SqlDatabase``."""
+        return bool(self._run("swap", at, old, new))
+
+    def find(self, at: ObjectPlace) -> bytes | None:
+        """See ``SqlDatabase``."""
+        found: bytes | None = self._client.get(_prefix(at.owner) + at.kind + at.id)
+        return found
+
+    def ids(self, at: ObjectPlace) -> list[bytes]:
+        """See ``SqlDatabase``."""
+        return [name[len(at.kind) :] for name in self._run("ids", at._replace(id=b""))]
+
+    def read(self, at: ObjectPlace) -> list[tuple[bytes, bytes]]:
+        """See ``SqlDatabase``."""
+        found = iter(self._run("read", at._replace(id=b"")))
+        return [(name[len(at.kind) :], data) for name, data in zip(found, found, strict=True)]
+
+    def remove(self, at: ObjectPlace) -> bool:
+        """See ``SqlDatabase``."""
+        return bool(self._run("remove", at))
+
+    def taken(self, owner: bytes) -> int:
+        """See ``SqlDatabase``."""
+        return int(self._run("taken", ObjectPlace(owner, b"")))
+
+    def _run(self, what: str, at: ObjectPlace, *values: Any) -> Any:
+        first = at.kind + at.id
+        last = first if at.id else first and first + b"\xff" * 33
+        return self._objects([_prefix(at.owner)], [what, _prefix(at.owner), first, last, *values])
 
 
 Database = SqlDatabase | RedisDatabase
@@ -261,6 +379,10 @@ def _keys(tenant: bytes) -> list[str]:
     return [f"stored_responses:{tenant.hex()}:{name}" for name in ("data", "times", "bytes")]
 
 
+def _prefix(owner: bytes) -> bytes:
+    return b"stored_objects:" + owner.hex().encode() + b":"
+
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -277,14 +399,144 @@ class Document(msgspec.Struct):
     response: dict[str, Any]
 
 
-class StoredResponses:
-    """All tenants' responses. A lookup needs tenant and id, so another tenant's id does not exist."""
+class _Sealed:
+    """What is stored under names and keys that follow from the secret. ``_what``: its name; ``_else``: a remedy."""
+
+    _label = "stored responses"
+    _what = "responses"
+    _else = "send store: false"
 
     def __init__(self, database: Database, secret: bytes, workers: FairWorkers, bounds: StorageLimits) -> None:
         self._database = database
         self._secret = secret
         self._workers = workers
         self._bounds = bounds
+
+    def _derived(self, *fields: str) -> bytes:  # only the last field may hold a NUL
+        message = "\0".join((self._label, *fields)).encode("utf-8", "surrogatepass")
+        return hmac.digest(self._secret, message, "sha256")
+
+    async def _run(self, tenant: str, work: Callable[[], T]) -> T:
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                return await self._workers.run(tenant, QUANTUM_BYTES, work)
+        except self._database.failures as error:  # includes OSError, and therefore TimeoutError
+            if remedy := self._database.remedy(error):
+                logger.exception("no %s are stored: %s", self._what, remedy)
+                message = f"The storage of {self._what} is damaged; {self._else} until its operator has replaced it."
+                raise Overloaded(message, code="response_store_damaged") from error
+            logger.exception("stored %s cannot be reached", self._what)
+            message = f"Stored {self._what} cannot be reached now; send the request again later, or {self._else}."
+            raise Overloaded(message, code="response_store_unavailable", retry_after_s=5) from error
+
+
+class StoredObjects(_Sealed):
+    """All tenants' files and batches, by kind and name. Without a tenant, "": the deployment's own.
+
+    ``max_bytes`` of the bounds is for the callers, who ask for what is ``taken``.
+    """
+
+    _label = "stored objects"
+    _what = "files and batches"
+    _else = "ask without them"
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes of one tenant."""
+        return self._bounds.max_bytes
+
+    @property
+    def ttl_s(self) -> float:
+        """The longest life of an object."""
+        return self._bounds.ttl_s
+
+    def now_s(self) -> float:
+        """Return the time, in seconds since 1970."""
+        return self._bounds.now_s()
+
+    def id_of(self, tenant: str, kind: str, name: str) -> bytes:
+        """Return the id of an object."""
+        return self._derived("object", tenant, kind, name)
+
+    async def insert(self, tenant: str, kind: str, name: str, value: bytes, expires_s: float) -> bool:
+        """Store an object durably, unless there is one of its name; return whether it is new. Raises Overloaded."""
+        at = self._at(tenant, kind, name)
+        return await self._run(tenant, lambda: self._database.insert(at, self._sealed(tenant, at, value), expires_s))
+
+    async def get(self, tenant: str, kind: str, name: str) -> bytes | None:
+        """Return an object, None if it does not exist. Raises Overloaded and ResponseDamaged."""
+        at = self._at(tenant, kind, name)
+
+        def get() -> bytes | None:
+            data = self._database.find(at)
+            return None if data is None else self._opened(tenant, at, data)
+
+        return await self._run(tenant, get)
+
+    async def change(self, tenant: str, kind: str, name: str, change: Callable[[bytes], bytes | None]) -> bool:
+        """Replace an object by what ``change`` makes of it; None: leave it. Return whether it was replaced.
+
+        ``change`` is called again if another process was faster. Raises Overloaded and ResponseDamaged.
+        """
+        at = self._at(tenant, kind, name)
+
+        def attempt() -> bool:
+            while (data := self._database.find(at)) is not None:
+                value = change(self._opened(tenant, at, data))
+                if value is None:
+                    return False
+                if self._database.swap(at, data, self._sealed(tenant, at, value)):
+                    return True
+            return False
+
+        return await self._run(tenant, attempt)
+
+    async def ids(self, tenant: str, kind: str) -> set[bytes]:
+        """Return the ids (``id_of``) of all objects of a kind. Raises Overloaded."""
+        return set(await self._run(tenant, lambda: self._database.ids(self._at(tenant, kind))))
+
+    async def all(self, tenant: str, kind: str) -> list[bytes]:
+        """Return all objects of a kind, in no order, without damaged ones. Raises Overloaded."""
+        at = self._at(tenant, kind)
+
+        def read() -> list[bytes]:
+            found = []
+            for one, data in self._database.read(at):
+                with suppress(ResponseDamaged):
+                    found.append(self._opened(tenant, at._replace(id=one), data))
+            return found
+
+        return await self._run(tenant, read)
+
+    async def remove(self, tenant: str, kind: str, name: str | None = None) -> bool:
+        """Remove an object, None: all of a kind; return whether there was one. Raises Overloaded."""
+        return await self._run(tenant, lambda: self._database.remove(self._at(tenant, kind, name)))
+
+    async def taken(self, tenant: str) -> int:
+        """Return the bytes of a tenant's objects, as they are stored. Raises Overloaded."""
+        return await self._run(tenant, lambda: self._database.taken(self._at(tenant, "").owner))
+
+    def _at(self, tenant: str, kind: str, name: str | None = None) -> ObjectPlace:
+        own = b"" if name is None else self.id_of(tenant, kind, name)
+        return ObjectPlace(self._derived("owner", tenant), self._derived("kind", tenant, kind), own)
+
+    def _cipher(self, tenant: str, at: ObjectPlace) -> AESGCM:
+        return AESGCM(self._derived("key", tenant, at.kind.hex()))
+
+    def _sealed(self, tenant: str, at: ObjectPlace, value: bytes) -> bytes:
+        nonce = os.urandom(_NONCE_BYTES)
+        return nonce + self._cipher(tenant, at).encrypt(nonce, zlib.compress(value, 1), at.id)
+
+    def _opened(self, tenant: str, at: ObjectPlace, data: bytes) -> bytes:
+        try:
+            return zlib.decompress(self._cipher(tenant, at).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], at.id))
+        except (InvalidTag, ValueError, zlib.error) as error:
+            logger.error("a stored file or batch is damaged: %r", error)
+            raise ResponseDamaged("What is stored here is damaged; delete it, and send it again.") from error
+
+
+class StoredResponses(_Sealed):
+    """All tenants' responses. A lookup needs tenant and id, so another tenant's id does not exist."""
 
     async def put(self, tenant: str, document: Document) -> None:
         """Store a response durably. Raises Overloaded, and RequestTooLarge for one over the limit."""
@@ -327,23 +579,6 @@ class StoredResponses:
 
     def _place(self, tenant: str, response_id: str) -> tuple[bytes, bytes, AESGCM]:
         """Return the database names of a tenant and its response, and the cipher of only this response."""
-
-        def derived(*fields: str) -> bytes:  # only the last field may hold a NUL
-            message = "\0".join(("stored responses", *fields)).encode("utf-8", "surrogatepass")
-            return hmac.digest(self._secret, message, "sha256")
-
         own = tenant, response_id
+        derived = self._derived
         return derived("tenant", tenant), derived("response", *own), AESGCM(derived("key", *own))
-
-    async def _run(self, tenant: str, work: Callable[[], T]) -> T:
-        try:
-            async with asyncio.timeout(STORE_TIMEOUT_S):
-                return await self._workers.run(tenant, QUANTUM_BYTES, work)
-        except self._database.failures as error:  # includes OSError, and therefore TimeoutError
-            if remedy := self._database.remedy(error):
-                logger.exception("no responses are stored: %s", remedy)
-                message = "The storage of responses is damaged; send store: false until its operator has replaced it."
-                raise Overloaded(message, code="response_store_damaged") from error
-            logger.exception("stored responses cannot be reached")
-            message = "Stored responses cannot be reached now; send the request again later, or with store: false."
-            raise Overloaded(message, code="response_store_unavailable", retry_after_s=5) from error

@@ -22,7 +22,16 @@ from hypothesis import strategies as st
 from serve_app.errors import Overloaded, RequestTooLarge, ResponseDamaged
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.stored import Database, Document, StorageLimits, StoredResponses, StoreError, open_database
+from serve_app.stored import (
+    Database,
+    Document,
+    ObjectPlace,
+    StorageLimits,
+    StoredObjects,
+    StoredResponses,
+    StoreError,
+    open_database,
+)
 from tests.serve_app.stored.conftest import SERVERS
 
 NOW_S = 1_800_000_000.0
@@ -124,6 +133,42 @@ def test_writers_at_once_lose_nothing_and_keep_the_bound(opened: Open, clock: Cl
         backends[0].put(tenant, keys[0], b"x" * 400)
         backends[1].put(tenant, keys[1], b"x" * 400)
     assert backends[2].get(tenant, keys[0]) and backends[3].get(tenant, keys[1])
+
+
+def test_objects_are_new_once_and_of_one_owner_and_kind(backend: Database, opened: Open, clock: Clock) -> None:
+    """Of many writers of one object one wins; lists, sums and removals are of a kind; what expires is gone."""
+    owner, other, kinds = token_bytes(32), token_bytes(32), [token_bytes(32) for _ in range(2)]
+    later = clock.now_s + 40
+    places = [ObjectPlace(owner, kind, token_bytes(32)) for kind in kinds for _ in range(2)]
+    stranger = ObjectPlace(other, kinds[0], token_bytes(32))
+    for place in (*places, stranger):
+        assert backend.insert(place, b"x" * 10, later)
+        assert not opened().insert(place, b"y" * 99, later)
+    assert (backend.taken(owner), backend.taken(other), backend.taken(token_bytes(32))) == (40, 10, 0)
+    assert sorted(backend.ids(places[0])) == sorted(place.id for place in places[:2])
+    assert backend.swap(places[0], b"x" * 10, b"z")
+    assert not backend.swap(places[0], b"x" * 10, b"y")
+    assert dict(backend.read(places[0])) == {places[0].id: b"z", places[1].id: b"x" * 10}
+    assert (backend.find(places[0]), backend.find(stranger)) == (b"z", b"x" * 10)
+    assert backend.remove(places[0]) and not backend.remove(places[0])
+    assert backend.remove(ObjectPlace(owner, kinds[1]))
+    assert (backend.taken(owner), backend.find(places[2])) == (10, None)
+    assert backend.find(places[1]) is not None
+
+
+def test_objects_expire(url: str | None, tmp_path: Path) -> None:
+    """By real time, as Redis counts; a database in SQL removes them at another's next write."""
+    backend = open_database(url, tmp_path / "f", StorageLimits(50, 1000))
+    owner, kind = token_bytes(32), token_bytes(32)
+    short, long = (ObjectPlace(owner, kind, token_bytes(32)) for _ in range(2))
+    backend.insert(short, b"x", time.time() + 0.3)
+    backend.insert(long, b"x", time.time() + 60)
+    assert backend.swap(short, b"x", b"yy")
+    assert backend.taken(owner) == 3
+    time.sleep(0.4)
+    assert (backend.find(short), backend.ids(long), backend.read(long)) == (None, [long.id], [(long.id, b"x")])
+    assert backend.insert(short._replace(id=token_bytes(32)), b"x", time.time() + 60)
+    assert backend.taken(owner) == 2
 
 
 def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> None:
@@ -341,3 +386,49 @@ def test_a_response_that_cannot_be_stored_is_refused_whole(tmp_path: Path) -> No
         assert caught.value.code == "response_store_unavailable"
 
     with_stored(tmp_path / "b.sqlite", without_tables)
+
+
+def objects(file: Path, clock: Clock | None = None, secret: bytes = SECRET) -> StoredObjects:
+    bounds = StorageLimits(50, 1 << 20, time.time if clock is None else lambda: clock.now_s)
+    return StoredObjects(open_database(None, file, bounds), secret, FairWorkers(Shares({})), bounds)
+
+
+def test_a_file_of_objects_tells_nothing_and_none_passes_for_another(tmp_path: Path, clock: Clock) -> None:
+    """Neither a tenant's name nor a text is in the database, and a row moved to another place does not open."""
+    file = tmp_path / "f"
+
+    async def run() -> None:
+        stored, later = objects(file, clock), clock.now_s + 40
+        for name in ("one", "two"):
+            assert await stored.insert("acme", "file", name, b"the secret text " * 9, later)
+        assert await stored.get("globex", "file", "one") is None
+        assert await stored.all("acme", "line") == []
+        assert await stored.ids("acme", "file") == {stored.id_of("acme", "file", name) for name in ("one", "two")}
+        with sqlite3.connect(file) as database:
+            text = str(database.execute("SELECT * FROM sealed_objects").fetchall())
+            assert not any(word in text for word in ("acme", "secret", "one"))
+            [[data]] = database.execute("SELECT data FROM sealed_objects LIMIT 1").fetchall()
+            database.execute("UPDATE sealed_objects SET data = ?", [data])
+        found = await stored.all("acme", "file")
+        assert len(found) == 1, "only the row whose own data it is"
+        assert await objects(file, clock, b"t" * 32).all("acme", "file") == []
+
+    asyncio.run(run())
+
+
+def test_changes_at_once_all_happen(tmp_path: Path) -> None:
+    """Each is made on the last one's result, by any process."""
+    many = [objects(tmp_path / "f") for _ in range(3)]
+
+    async def run() -> bytes | None:
+        await many[0].insert("acme", "count", "c", b"0", time.time() + 60)
+
+        def more(value: bytes) -> bytes:
+            return str(int(value) + 1).encode()
+
+        await asyncio.gather(*(many[number % 3].change("acme", "count", "c", more) for number in range(30)))
+        assert not await many[0].change("acme", "count", "c", lambda _: None)
+        assert not await many[0].change("acme", "count", "none", more)
+        return await many[1].get("acme", "count", "c")
+
+    assert asyncio.run(run()) == b"30"
