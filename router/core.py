@@ -196,6 +196,11 @@ class RoutingCore:
             latest = dict(self._known.stats)
         return {replica_id: sane_stats(report) for replica_id, report in latest.items()}
 
+    def waiting(self) -> int:
+        """Return the sequences that wait at all replicas, as reported and as reserved since."""
+        with self._lock:
+            return int(self.loads.waiting.sum())
+
     def demand(self) -> tuple[RecentTimes, int]:
         """Return the last minute's request times, and the working set in tokens."""
         with self._lock:

@@ -11,17 +11,24 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
+from serve_app.api.anthropic.request import parse_messages
+from serve_app.api.anthropic.response import MessagesFormat
 from serve_app.api.format import AnswerFormat, ErrorAnswer
 from serve_app.api.json_body import JsonBody, Must
 from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.openai.response import CHAT, COMPLETION
+from serve_app.api.openai.responses.request import parse_response_request
+from serve_app.api.openai.responses.response import ResponsesFormat
 from serve_app.api.request import GenerateRequest
 from serve_app.errors import InvalidRequest
 
-APIS: dict[str, tuple[Callable[[bytes], GenerateRequest], AnswerFormat]] = {
-    "/v1/chat/completions": (parse_chat, CHAT),
-    "/v1/completions": (parse_completion, COMPLETION),
+APIS: dict[str, tuple[Callable[[bytes], GenerateRequest], Callable[[], AnswerFormat]]] = {
+    "/v1/chat/completions": (parse_chat, lambda: CHAT),
+    "/v1/completions": (parse_completion, lambda: COMPLETION),
+    "/v1/responses": (parse_response_request, ResponsesFormat),
+    "/v1/messages": (parse_messages, lambda: MessagesFormat(lambda *_: None)),
 }
+"""By path: the parser of bodies, and the format of an answer."""
 
 
 class BatchRequest(JsonBody):
@@ -29,7 +36,10 @@ class BatchRequest(JsonBody):
 
     custom_id: Annotated[str, Field(min_length=1), Must("a string that is not empty")]
     method: Annotated[Literal["POST"], Must('"POST"')] = "POST"
-    url: Annotated[Literal["/v1/chat/completions", "/v1/completions"], Must(f"one of {', '.join(APIS)}")]
+    url: Annotated[
+        Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"],
+        Must(f"one of {', '.join(APIS)}"),
+    ]
     body: Annotated[dict[str, Any], Must("the object that is sent to url")]
 
     def parse_body(self, model: str, seed: int) -> GenerateRequest:
@@ -47,16 +57,21 @@ class BatchRequest(JsonBody):
         }
 
 
+def parse_line(line: bytes) -> BatchRequest:
+    """Parse a line of the input. Raises InvalidRequest."""
+    # Editors on Windows begin a file with a byte order mark.
+    return BatchRequest.parse(line.removeprefix(codecs.BOM_UTF8))
+
+
 def read_batch_file(path: Path) -> list[BatchRequest]:
     """Read a file. Raises InvalidRequest, which names the line, and OSError."""
     requests: list[BatchRequest] = []
     lines: dict[str, int] = {}
-    # Editors on Windows begin a file with a byte order mark.
-    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            request = BatchRequest.parse(line)
+            request = parse_line(line)
         except InvalidRequest as error:
             raise InvalidRequest(f"line {number}: {error.message}", param=error.param) from error
         if request.custom_id in lines:

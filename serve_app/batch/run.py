@@ -104,7 +104,7 @@ class _Batch:
         try:
             answer = ErrorAnswer(200, await self._answer_body(index, request, answer_id))
         except WarmpathError as error:
-            answer = APIS[request.url][1].error(error, answer_id)
+            answer = APIS[request.url][1]().error(error, answer_id)
         return request.response(answer, answer_id)
 
     async def _answer_body(self, index: int, request: BatchRequest, answer_id: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class _Batch:
             token_ids=told_ids(wanted, generations),
             shows_reasoning=wanted.include_reasoning,
         )
-        return APIS[request.url][1].whole(head, [choice.choice() for choice in choices], usage.total())
+        return APIS[request.url][1]().whole(head, [choice.choice() for choice in choices], usage.total())
 
     async def generate(
         self, generation: EngineRequest, *, take: TakeOutput | None = None

@@ -1,4 +1,4 @@
-"""Settings of tenants, keys, common prompts, usage, and stored responses."""
+"""Settings of tenants, keys, common prompts, usage, and stored responses, files and batches."""
 
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -83,9 +83,17 @@ class TenantsSection(BaseModel):
         description="SQLite file of stored responses, for ingresses on one machine, if $WARMPATH_RESPONSES_URL is not "
         "set to a Redis or Postgres; default: beside the secret's state file, only on Ray's head node",
     )
-    responses_ttl_s: Seconds = Field(2_592_000.0, ge=1, le=315_360_000, description="lifetime of a stored response")
+    responses_ttl_s: Seconds = Field(
+        2_592_000.0, ge=1, le=315_360_000, description="lifetime of a stored response, and the longest of a file"
+    )
     responses_max_bytes: Bytes = Field(
         1 << 30, ge=1 << 24, description="most stored for each tenant; beyond it the oldest are removed"
+    )
+    files_max_bytes: Bytes = Field(
+        1 << 30,
+        ge=0,
+        description="most bytes of files and batches of each tenant, in the database of responses; more are refused, "
+        "but results of batches in progress are stored; 0: no files and batches",
     )
 
     @property

@@ -48,6 +48,7 @@ class FrontDoor:
         self._shares = shares
         self._requests = Budget(shares, lambda: self.max_waiting, "max_queued_requests")
         self._bytes = Budget(shares, lambda: self.max_bytes, "max_body_bytes")
+        self.places = places
         self._line = WaitingLine(Budget(shares, places, "max_num_seqs"))
         self._uncached = defaultdict[str, Mean](lambda: Mean(_WEIGHT, _FIRST_GUESS, begun=True))
 
@@ -77,6 +78,14 @@ class FrontDoor:
             return {"refusal": error.shown_reason["reason"], "wait": None}
         reason = self._line.reason(tenant)
         return {"refusal": None, "wait": None if reason is None else reason.shown()}
+
+    def is_quiet(self, tenant: str) -> bool:
+        """Return whether work that can wait may start now: nobody waits, and a quarter of the places stays free.
+
+        The tenant keeps half of its own limits for its other requests.
+        """
+        busy = self._line.waiting() or self._line.running(None) + 1 > max(1, self.places() * 3 // 4)
+        return not busy and not self._limits.half_used(tenant)
 
     def load(self, tenant: str | None) -> int:
         """Return the waiting requests and running generations of a tenant, None: of all."""

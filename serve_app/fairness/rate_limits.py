@@ -165,6 +165,17 @@ class TenantLimits:
         if (known := self._tenants.get(tenant)) is not None:
             known.refuse(self._clock())
 
+    def half_used(self, tenant: str) -> bool:
+        """Return whether a tenant has used half of a limit: what can wait leaves the rest to its other requests."""
+        known = self._tenants.get(tenant)
+        if known is None:
+            return False
+        most, left = known.config.concurrent_requests, self.left(tenant)
+        lefts = () if left is None else (left.requests, left.tokens)
+        return (most is not None and known.running * 2 >= most) or any(
+            one is not None and one.remaining * 2 < one.limit for one in lefts
+        )
+
     def begin(self, tenant: str) -> Allowance:
         """Count a new request. Raises RateLimited, without counting it, if it exceeds a limit."""
         known = self._tenants.get(tenant)

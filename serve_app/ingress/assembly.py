@@ -5,7 +5,7 @@ import ctypes
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from serve_app.generation.dispatch import Aborts, Dispatcher
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.adapter_admin import AdapterAdmin
+from serve_app.ingress.batches import BatchDesk, Gate
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.connections import CALLBACK, CLIENT_HEADERS
@@ -62,7 +63,7 @@ from serve_app.prompts.registry import Prompts, PromptTraffic
 from serve_app.ray_compat import on_head_node
 from serve_app.replica.token_channel import TokenReceiver
 from serve_app.sessions import SessionLimit
-from serve_app.stored import URL_VARIABLE, StorageLimits, StoredResponses, open_database
+from serve_app.stored import URL_VARIABLE, Database, StorageLimits, StoredObjects, StoredResponses, open_database
 from serve_app.tenants import Tenants, load_secret, own_state_dir
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing import Tracer, open_tracer
@@ -101,6 +102,7 @@ class _Common:
     usage: Ledgers
     history: MessageHistory
     stored: StoredResponses | None
+    desk: BatchDesk | None
 
 
 async def make_services(config: AppConfig, args: AppConfig, *replicas: DeploymentHandle) -> Services:
@@ -151,6 +153,12 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
     limits = TenantLimits(config.tenants, config.ingress_replicas, levels=levels)
     observers = Observers(refused=[metrics.refused], missed=[metrics.missed])
     ledger = await asyncio.to_thread(Ledger, config.usage_file, config.block_size)
+    bounds, store_workers = StorageLimits(config.responses_ttl_s, config.responses_max_bytes), FairWorkers(shares)
+    database = await open_storage(config, bounds)
+    desk: BatchDesk | None = None
+    if database is not None and config.files_max_bytes:
+        objects = StoredObjects(database, secret, store_workers, replace(bounds, max_bytes=config.files_max_bytes))
+        desk = BatchDesk(objects, name, lambda: tenants.by_name)
     return _Common(
         config,
         app_name,
@@ -170,7 +178,8 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
         ledger,
         Ledgers(ledger, broadcast.ingresses),
         MessageHistory(complete=config.ingress_replicas == 1),
-        await stored_responses(config, secret, FairWorkers(shares)),
+        StoredResponses(database, secret, store_workers, bounds) if database and config.store_responses else None,
+        desk,
     )
 
 
@@ -257,6 +266,15 @@ async def _make_model(
     if several is not None:
         completions.entrance, completions.choose = several.entrance, several.choose
         admin.taken = several.taken
+    if common.desk is not None:
+        common.desk.gates.append(
+            Gate(
+                lambda name: name == model or adapters.get(name) is not None,
+                front_door,
+                lambda: len(core.replica_ids),
+                core.waiting,
+            )
+        )
     services = Services(
         config,
         app_name,
@@ -282,27 +300,27 @@ async def _make_model(
             board,
             figures_prefix(replica.deployment_name),
         ),
-        Records(metrics, live, common.usage, common.history, tracer, common.stored),
+        Records(metrics, live, common.usage, common.history, tracer, common.stored, common.desk),
         completions,
         several=several,
     )
     return services
 
 
-async def stored_responses(config: AppConfig, secret: bytes, workers: FairWorkers) -> StoredResponses | None:
-    """Open the storage of responses, None if the deployment stores none. Raises StoreError."""
-    if not config.store_responses:
+async def open_storage(config: AppConfig, bounds: StorageLimits) -> Database | None:
+    """Open the database of responses, files and batches, None if the deployment stores none. Raises StoreError."""
+    if not config.store_responses and not config.files_max_bytes:
         return None
     url, given = os.environ.get(URL_VARIABLE), config.responses_file
     if not url and given is None and not await asyncio.to_thread(on_head_node):
         logger.warning(
-            "no responses are stored: this ingress is not on Ray's head node, so others would not find them; set "
-            f"${URL_VARIABLE} to a Redis or Postgres, or store_responses to false"
+            "no responses, files and batches are stored: this ingress is not on Ray's head node, so others would not "
+            f"find them; set ${URL_VARIABLE} to a Redis or Postgres, or store_responses to false and files_max_bytes "
+            "to 0"
         )
         return None
-    bounds = StorageLimits(config.responses_ttl_s, config.responses_max_bytes)
     file = (given or own_state_dir() / "responses.sqlite").expanduser()
-    return StoredResponses(await asyncio.to_thread(open_database, url, file, bounds), secret, workers, bounds)
+    return await asyncio.to_thread(open_database, url, file, bounds)
 
 
 def about(config: AppConfig) -> dict[str, Any]:

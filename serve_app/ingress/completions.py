@@ -91,7 +91,7 @@ class Completions:
     async def generate(self, request: Request, tenant: Tenant, parse: Parse, answer_format: AnswerFormat) -> Response:
         """Return a whole or started answer. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
         arrived = arrived_s(request.scope)
-        with self._arrive(tenant) as arrival:
+        with self.arrive(tenant) as arrival:
             chosen, wanted, note = await self._wanted(request, tenant, arrival, parse, answer_format)
             request.state.counts = chosen
             return await chosen._answer(request, tenant, arrival, arrived, wanted, answer_format, note)
@@ -109,6 +109,8 @@ class Completions:
         wanted = self.readers.checked(wanted)
         if session := session_of(request.headers):
             wanted = replace(wanted, session=session)
+        if getattr(request.state, "waits_for_all", False):  # a line of a batch
+            wanted = replace(wanted, service_tier="flex")
         # The internal id is random: two clients may send the same x-request-id.
         answer_id = request_id = secrets.token_hex(16)
         if isinstance(answer_format, Conversation):
@@ -157,13 +159,13 @@ class Completions:
         self, request: Request, tenant: Tenant, parse: Parse, form: Conversation | None = None
     ) -> tuple[TokenArray, GenerateRequest, Preparer]:
         """Return the tokens of a request's prompt, the request, and who made it. Raises a ``WarmpathError``."""
-        with self._arrive(tenant) as arrival:
+        with self.arrive(tenant) as arrival:
             chosen, wanted, _ = await self._wanted(request, tenant, arrival, parse, form)
             return await chosen.preparer.token_ids(wanted, tenant), wanted, chosen.preparer
 
     async def text_of(self, request: Request, tenant: Tenant, model: str) -> str:
         """Return the text of a body's tokens; ``model``: that of a body without one. Raises a ``WarmpathError``."""
-        with self._arrive(tenant) as arrival:
+        with self.arrive(tenant) as arrival:
             body = await read_body(request, self.config.max_body_bytes, arrival.grow)
             asked = parse_detokenize(body, model)
             chosen, name, _ = self._chosen(asked.model, None, tenant, arrival)
@@ -176,7 +178,8 @@ class Completions:
                 return tokenizer.text_of(asked.tokens)
             return await self.workers.run(tenant.name, arrival.body_bytes, tokenizer.text_of, asked.tokens)
 
-    def _arrive(self, tenant: Tenant) -> Arrival:
+    def arrive(self, tenant: Tenant) -> Arrival:
+        """Register a new request. Raises RateLimited."""
         return (self.entrance or self.front_door).arrive(tenant.name)
 
     def _chosen(self, name: str, adapter: str | None, tenant: Tenant, arrival: Arrival) -> Chosen:

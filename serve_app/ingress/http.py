@@ -45,34 +45,54 @@ async def read_body(
 ) -> bytes:
     """Return the body. ``grow`` gets byte counts before the bytes are stored: the announced size, or each part.
 
-    Raises RequestTooLarge as soon as possible, and RequestTimeout if the body stops for ``timeout_s``, or falls
-    behind ``MIN_BODY_BYTES_PER_S`` by as much.
+    Raises like ``body_parts``.
     """
-    too_large = RequestTooLarge(f"The request body is over the limit of {max_bytes} bytes; send a shorter prompt.")
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise too_large
+    too_large = f"The request body is over the limit of {max_bytes} bytes; send a shorter prompt."
+    body, announced = bytearray(), _announced(request)
+    if 0 < announced <= max_bytes:
+        grow(announced)
+    counted = announced
+    async for part in body_parts(request, max_bytes, too_large, timeout_s):
+        body += part
+        if len(body) > counted:
+            grow(len(body) - counted)
+            counted = len(body)
+    return bytes(body)
+
+
+async def body_parts(
+    request: Request, max_bytes: int, too_large: str, timeout_s: float = BODY_TIMEOUT_S
+) -> AsyncIterator[bytes]:
+    """Yield the parts of the body as they arrive.
+
+    Raises RequestTooLarge as soon as possible, and RequestTimeout if the body stops for ``timeout_s``, or falls
+    behind ``MIN_BODY_BYTES_PER_S`` by as much. The caller's own time does not count.
+    """
+    if _announced(request) > max_bytes:
+        raise RequestTooLarge(too_large)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding not in ("", "identity"):
         raise InvalidRequest(f"Content-Encoding {encoding[:32]!r} is not supported; send the body uncompressed.")
-    body = bytearray()
-    deadline_s = asyncio.get_running_loop().time() + timeout_s
-    counted = int(announced) if announced.isdecimal() else 0
-    if counted:
-        grow(counted)
-    try:
-        async with asyncio.timeout_at(deadline_s) as deadline:
-            async for part in request.stream():
-                if len(body) + len(part) > max_bytes:
-                    raise too_large
-                body += part
-                if len(body) > counted:
-                    grow(len(body) - counted)
-                    counted = len(body)
-                deadline.reschedule(deadline_s + len(body) / MIN_BODY_BYTES_PER_S)
-    except TimeoutError as error:
-        raise RequestTimeout(f"Only {len(body)} bytes of the request body arrived in time; send it again.") from error
-    return bytes(body)
+    stream, clock, size, waited_s = request.stream(), asyncio.get_running_loop().time, 0, 0.0
+    while True:
+        begun_s = clock()
+        try:
+            async with asyncio.timeout(timeout_s + size / MIN_BODY_BYTES_PER_S - waited_s):
+                part = await anext(stream, None)
+        except TimeoutError as error:
+            raise RequestTimeout(f"Only {size} bytes of the request body arrived in time; send it again.") from error
+        waited_s += clock() - begun_s
+        if part is None:
+            return
+        size += len(part)
+        if size > max_bytes:
+            raise RequestTooLarge(too_large)
+        yield part
+
+
+def _announced(request: Request) -> int:
+    announced = request.headers.get("content-length", "")
+    return int(announced) if announced.isdecimal() else 0
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -54,6 +54,8 @@ class Ingress:
         """Refuse new requests, wait for running answers, and end the late ones; return the number of those."""
         for services in self._services.all:
             services.records.live.close()
+        if (desk := self._services.records.batches) is not None:
+            await desk.worker.stop()
         ended = await self._services.access.drain.run(timeout_s)
         self._services.fleet.receiver.close()
         await self._services.records.usage.flush()

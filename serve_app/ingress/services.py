@@ -23,6 +23,7 @@ from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.adapter_admin import AdapterAdmin
+from serve_app.ingress.batches import BatchDesk
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
@@ -112,7 +113,7 @@ class Fleet:
 
 @dataclass(slots=True)
 class Records:
-    """What is counted, shown and kept. ``stored`` None: no responses are stored."""
+    """What is counted, shown and kept. ``stored``, ``batches`` None: no responses, no files and batches are stored."""
 
     metrics: figures.IngressMetrics
     live: Live
@@ -120,6 +121,7 @@ class Records:
     history: MessageHistory
     tracer: Tracer | None = None
     stored: StoredResponses | None = None
+    batches: BatchDesk | None = None
 
 
 @dataclass(slots=True)

@@ -20,12 +20,12 @@ from serve_app.errors import NotFound, WarmpathError
 from serve_app.ingress.guard import Api, foreign_host
 from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.tracing import TraceRequests
-from serve_app.ingress.routes import events, generation, operations, page, responses, tokens
+from serve_app.ingress.routes import batches, events, generation, operations, page, responses, tokens
 from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI
 from serve_app.ingress.services import Services
 
 OPENAPI_PATH = "/openapi.json"
-ROUTERS = (generation.router, responses.router, tokens.router, operations.router, events.router, page.router)
+ROUTERS = tuple(each.router for each in (generation, responses, batches, tokens, operations, events, page))
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 
 
@@ -44,10 +44,10 @@ NOT_HERE = {
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/ocr"), _MEDIA),
     **dict.fromkeys(
         (
-            "/v1/files", "/v1/batches", "/v1/messages/batches", "/v1/vector_stores", "/v1/assistants", "/v1/threads",
-            "/v1/conversations", "/v1/fine_tuning", "/v1/containers", "/v1/evals",
+            "/v1/vector_stores", "/v1/assistants", "/v1/threads", "/v1/conversations", "/v1/fine_tuning",
+            "/v1/containers", "/v1/evals",
         ),
-        "this server keeps responses alone; `warmpath infer` answers a file of requests",
+        "this server keeps responses, files and batches alone; send the conversation with each request",
     ),
 }  # fmt: skip
 """Paths of OpenAI's, Anthropic's, Cohere's and vLLM's APIs that are not offered, and a sentence for each."""
@@ -56,9 +56,16 @@ NOT_HERE = {
 def make_application(services: Services) -> FastAPI:
     """Return the application; the settings turn ``/openapi.json`` and ``/docs`` on and off."""
 
+    desk = services.records.batches
+
     @asynccontextmanager
-    async def life(_: FastAPI) -> AsyncIterator[None]:
+    async def life(served: FastAPI) -> AsyncIterator[None]:
+        if desk is not None:
+            desk.application = served
+            desk.worker.start()
         yield
+        if desk is not None:
+            await desk.worker.stop()
         if services.records.tracer is not None:
             await asyncio.to_thread(services.records.tracer.close)
 

@@ -31,6 +31,7 @@ from serve_app.fairness.shares import Shares
 from serve_app.generation.answer import TakeOutput
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
+from serve_app.ingress.batches import BatchDesk, Gate
 from serve_app.ingress.client_headers import ClientHeaders
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
@@ -47,7 +48,7 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
 from serve_app.prompts.registry import PromptTraffic
-from serve_app.stored import Database, StorageLimits, StoredResponses
+from serve_app.stored import Database, StorageLimits, StoredObjects, StoredResponses
 from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing import Tracer
@@ -92,6 +93,7 @@ class Script:
     ends: asyncio.Semaphore | None = None
     loop: asyncio.AbstractEventLoop | None = None
     door: FrontDoor | None = None
+    desk: BatchDesk | None = None
     end_token: int | None = None
 
     def clear(self) -> None:
@@ -207,7 +209,7 @@ def scripted(
 ) -> Iterator[tuple[str, Script]]:
     """Serve a checkpoint's tokenizer on loopback, to everybody or to customers; yield the base URL and the script.
 
-    ``backend``: the store of responses; None: no store.
+    ``backend``: the store of responses, files and batches; None: no store.
     """
     info, tokenizer, config = (
         load_checkpoint_info(path),
@@ -236,6 +238,9 @@ def scripted(
     def application() -> ClientHeaders:
         if backend is not None:
             services.records.stored = StoredResponses(backend, secret, FairWorkers(shares), BOUNDS)
+            objects = StoredObjects(backend, secret, FairWorkers(shares), BOUNDS)
+            gate = Gate(lambda name: name == "demo", door, lambda: 1, lambda: 0)
+            services.records.batches = script.desk = BatchDesk(objects, "ingress", lambda: tenants.by_name, [gate])
         return ClientHeaders(make_application(services))  # as Ray serves it
 
     with Loopback(application) as running:

@@ -1,0 +1,242 @@
+"""Batches of requests in the store: what was asked for, how far it is, and each line's result, once.
+
+A batch's row is the truth: who runs it (until when), its status and counts. A line's result is stored if there is none
+yet, so two that run one batch, after a long pause of one, still give one result each. Times are seconds since 1970.
+"""
+
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from serve_app.batch.files import Files
+from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge
+from serve_app.stored import StoredObjects
+
+BATCH = "batch"
+QUEUE = "queued batches"
+MAX_OPEN = 100
+"""A tenant's batches that have not ended."""
+
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+ENDED = ("failed", "completed", "expired", "cancelled")
+Unasked = Literal["", "expired", "cancelled"]
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """Why a line of the input is refused."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """A batch. ``content``: of its input, ``size`` bytes; ``owns_content``: no file has it.
+
+    ``times``: of each status that it had; ``holder``: the ingress that runs it until ``held_until_s``.
+    ``output_life_s``: of its output files. ``model``: the lines' own, if it is one. ``total``: lines; of them
+    ``completed`` and ``failed`` have a result, the others were not asked for before the batch expired or was cancelled.
+    """
+
+    id: str
+    endpoint: str
+    content: str
+    size: int
+    created_at: float
+    expires_at: float
+    completion_window: str = "24h"
+    input_file_id: str = ""
+    owns_content: bool = False
+    metadata: dict[str, str] | None = None
+    output_life_s: float | None = None
+    model: str | None = None
+    status: Status = "validating"
+    times: dict[str, float] = {}
+    errors: list[LineError] = []
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    unasked: Unasked = ""
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    results: str = ""
+    results_size: int = 0
+    usage: dict[str, int] = {}
+    holder: str = ""
+    held_until_s: float = 0.0
+
+    @property
+    def anthropic(self) -> bool:
+        """Whether it was made by Anthropic's API."""
+        return self.id.startswith("msgbatch_")
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.status in ENDED
+
+    def become(self, status: Status, now_s: float) -> None:
+        """Change the status."""
+        self.status = status
+        self.times = {**self.times, status: now_s}
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The result of one line. ``status``: HTTP's; ``body``: the answer or error in its API's shape."""
+
+    custom_id: str
+    status: int
+    request_id: str
+    body: msgspec.Raw
+    warning: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the request was answered."""
+        return 200 <= self.status < 300
+
+
+class QueuedBatch(msgspec.Struct, frozen=True):
+    """An entry of the deployment's queue."""
+
+    tenant: str
+    batch_id: str
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """All tenants' batches, over the store of objects and of files."""
+
+    objects: StoredObjects
+    files: Files
+
+    async def create(self, tenant: str, batch: Batch) -> None:
+        """Store and queue a new batch. Raises InvalidRequest, RequestTooLarge if the tenant has too much already."""
+        if sum(not other.ended for other in await self.all(tenant)) >= MAX_OPEN:
+            raise InvalidRequest(f"You have {MAX_OPEN} batches in progress; wait for some.", code="too_many_batches")
+        if await self.objects.taken(tenant) >= self.objects.max_bytes:
+            raise RequestTooLarge(
+                "Your files and batches take all their room; delete some.", code="storage_limit_exceeded"
+            )
+        now_s, life_s = self.objects.now_s(), max(self.objects.ttl_s, batch.expires_at - batch.created_at)
+        batch.become("validating", now_s)
+        await self.objects.insert(tenant, BATCH, batch.id, msgspec.json.encode(batch), now_s + life_s)
+        queued = msgspec.json.encode(QueuedBatch(tenant, batch.id, batch.created_at))
+        await self.objects.insert("", QUEUE, batch.id, queued, now_s + life_s)
+
+    async def get(self, tenant: str, batch_id: str) -> Batch:
+        """Return a batch. Raises NotFound."""
+        data = await self.objects.get(tenant, BATCH, batch_id)
+        if data is None:
+            raise NotFound(f"There is no batch {batch_id[:64]!r}: it may be deleted or expired.", param="batch_id")
+        return msgspec.json.decode(data, type=Batch)
+
+    async def all(self, tenant: str) -> list[Batch]:
+        """Return a tenant's batches, the newest first."""
+        batches = [msgspec.json.decode(data, type=Batch) for data in await self.objects.all(tenant, BATCH)]
+        return sorted(batches, key=lambda batch: (batch.created_at, batch.id), reverse=True)
+
+    async def change(self, tenant: str, batch_id: str, change: Callable[[Batch], bool]) -> Batch | None:
+        """Change a batch and return it; None if it is gone, or ``change`` returns False."""
+        changed: list[Batch] = []
+
+        def edited(data: bytes) -> bytes | None:
+            batch = msgspec.json.decode(data, type=Batch)
+            if not change(batch):
+                return None
+            changed[:] = [batch]
+            return msgspec.json.encode(batch)
+
+        done = await self.objects.change(tenant, BATCH, batch_id, edited)
+        return changed[0] if done else None
+
+    async def cancel(self, tenant: str, batch_id: str) -> Batch:
+        """Let a batch end soon; return it. One that has ended stays as it is. Raises NotFound."""
+
+        def cancel(batch: Batch) -> bool:
+            if batch.status not in ("validating", "in_progress"):
+                return False
+            batch.become("cancelling", self.objects.now_s())
+            return True
+
+        return await self.change(tenant, batch_id, cancel) or await self.get(tenant, batch_id)
+
+    async def delete(self, tenant: str, batch: Batch) -> None:
+        """Remove a batch that has ended, and its results."""
+        await self.objects.remove(tenant, BATCH, batch.id)
+        await self.tidy(tenant, batch)
+        if batch.results:
+            await self.files.forget(tenant, batch.results)
+
+    async def tidy(self, tenant: str, batch: Batch) -> None:
+        """Remove what an ended batch no longer needs."""
+        await self.objects.remove("", QUEUE, batch.id)
+        await self.objects.remove(tenant, _lines(batch))
+        if batch.owns_content:
+            await self.files.forget(tenant, batch.content)
+
+    async def queue(self) -> list[QueuedBatch]:
+        """Return the queued batches of all tenants, the oldest first."""
+        queued = [msgspec.json.decode(data, type=QueuedBatch) for data in await self.objects.all("", QUEUE)]
+        return sorted(queued, key=lambda one: one.created_at)
+
+    async def unqueue(self, queued: QueuedBatch) -> None:
+        """Remove an entry whose batch is gone."""
+        await self.objects.remove("", QUEUE, queued.batch_id)
+
+    async def keep(self, tenant: str, batch: Batch, number: int, result: Result) -> bool:
+        """Store a line's result durably, unless it has one; return whether it is new."""
+        expires_s = batch.expires_at + self.objects.ttl_s
+        return await self.objects.insert(tenant, _lines(batch), str(number), msgspec.json.encode(result), expires_s)
+
+    async def done(self, tenant: str, batch: Batch) -> set[int]:
+        """Return the numbers of the lines that have a result."""
+        ids = await self.objects.ids(tenant, _lines(batch))
+        if not ids:
+            return set()
+        return {number for number in range(batch.total) if self._id(tenant, batch, number) in ids}
+
+    async def results(self, tenant: str, batch: Batch) -> AsyncIterator[tuple[int, Result | None]]:
+        """Yield each line's result in the order of the input; None: it was not asked for."""
+        for number in range(batch.total):
+            data = await self.objects.get(tenant, _lines(batch), str(number))
+            yield number, None if data is None else msgspec.json.decode(data, type=Result)
+
+    def _id(self, tenant: str, batch: Batch, number: int) -> bytes:
+        return self.objects.id_of(tenant, _lines(batch), str(number))
+
+
+def new_id(prefix: str) -> str:
+    """Return a new id."""
+    return prefix + secrets.token_hex(16)
+
+
+def _lines(batch: Batch) -> str:
+    return f"lines {batch.id}"
+
+
+def usage_of(body: Any) -> dict[str, int]:
+    """Return the tokens of an answer in any API's shape."""
+    usage = body.get("usage") if isinstance(body, dict) else None
+    if not isinstance(usage, dict):
+        return {}
+    read_details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    written_details = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+    cached, read = _first(usage, "cache_read_input_tokens"), _first(usage, "prompt_tokens", "input_tokens")
+    if "cache_read_input_tokens" in usage:  # Anthropic's counts each token once
+        read += cached + _first(usage, "cache_creation_input_tokens")
+    return {
+        "input_tokens": read,
+        "cached_tokens": cached or _first(read_details, "cached_tokens"),
+        "output_tokens": _first(usage, "completion_tokens", "output_tokens"),
+        "reasoning_tokens": _first(written_details, "reasoning_tokens", "thinking_tokens"),
+    }
+
+
+def _first(fields: dict[str, Any], *names: str) -> int:
+    return next((int(fields[name]) for name in names if fields.get(name)), 0)

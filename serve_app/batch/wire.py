@@ -1,0 +1,192 @@
+"""The bodies and shapes of OpenAI's files and batches, and of Anthropic's message batches.
+
+Source: OpenAI's and Anthropic's API references, and the types of their Python clients.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from serve_app.api.json_body import JsonBody, Must
+from serve_app.batch.batches import Batch
+from serve_app.errors import InvalidRequest
+
+MAX_REQUESTS = 100_000
+"""Of one of Anthropic's batches."""
+LEAST_LIFE_S, MOST_LIFE_S = 3600, 2_592_000
+_WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
+_UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
+_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+
+
+class ExpiresAfter(JsonBody):
+    """When a file expires."""
+
+    anchor: Annotated[Literal["created_at"], Must("created_at")] = "created_at"
+    seconds: Annotated[
+        int, Field(ge=LEAST_LIFE_S, le=MOST_LIFE_S), Must(f"a whole number from {LEAST_LIFE_S} to {MOST_LIFE_S}")
+    ]
+
+
+class BatchBody(JsonBody):
+    """The body of ``POST /v1/batches``."""
+
+    input_file_id: Annotated[str, Field(min_length=1), Must("the id of an uploaded file")]
+    endpoint: Annotated[Endpoint, Must("/v1/chat/completions, /v1/completions or /v1/responses")]
+    completion_window: Annotated[
+        str, Field(pattern=_WINDOW.pattern), Must("a time such as 24h, in minutes (m), hours (h) or days (d)")
+    ] = "24h"
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None,
+        Field(max_length=16),
+        Must("an object with at most 16 strings, of at most 512 characters"),
+    ] = None
+    output_expires_after: Annotated[ExpiresAfter | None, Must("an object with anchor and seconds")] = None
+
+    @property
+    def window_s(self) -> float:
+        """The longest time until the batch ends. Raises InvalidRequest for over 30 days."""
+        match = _WINDOW.fullmatch(self.completion_window)
+        seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
+        if not 0 < seconds <= MOST_LIFE_S:
+            raise InvalidRequest("completion_window must be at most 30d, such as 24h.", param="completion_window")
+        return seconds
+
+
+class MessageBatchItem(JsonBody):
+    """One request of a message batch."""
+
+    custom_id: Annotated[
+        str, Field(pattern=f"^{_ID.pattern}$"), Must("1 to 64 letters, digits, hyphens and underscores")
+    ]
+    params: Annotated[dict[str, Any], Must("the body of POST /v1/messages")]
+
+
+class MessageBatchBody(JsonBody):
+    """The body of ``POST /v1/messages/batches``."""
+
+    requests: Annotated[
+        list[MessageBatchItem],
+        Field(min_length=1, max_length=MAX_REQUESTS),
+        Must(f"a list of 1 to {MAX_REQUESTS} objects with custom_id and params"),
+    ]
+
+    def lines(self) -> bytes:
+        """Return the requests as lines of a batch file. Raises InvalidRequest for one custom_id twice."""
+        seen: set[str] = set()
+        for at, item in enumerate(self.requests):
+            if item.custom_id in seen:
+                path = f"requests[{at}].custom_id"
+                raise InvalidRequest(f"{path} is that of an earlier request; each needs its own.", param=path)
+            seen.add(item.custom_id)
+        lines = (
+            {"custom_id": item.custom_id, "method": "POST", "url": "/v1/messages", "body": item.params}
+            for item in self.requests
+        )
+        return b"\n".join(map(msgspec.json.encode, lines))
+
+
+class PageQuery(JsonBody):
+    """The query of lists. ``after``, ``after_id``, ``before_id``: the id of an object."""
+
+    limit: Annotated[int, Field(ge=1, le=10_000, strict=False)] = 20
+    after: str | None = None
+    after_id: str | None = None
+    before_id: str | None = None
+    order: Annotated[Literal["asc", "desc"], Must("asc or desc")] = "desc"
+    purpose: str | None = None
+
+
+def page(shown: Sequence[dict[str, Any]], asked: PageQuery) -> dict[str, Any]:
+    """Return the page of a list, the newest first, that a query selects. Raises InvalidRequest."""
+    listed = list(shown) if asked.order == "desc" else [*reversed(shown)]
+    ids = [one["id"] for one in listed]
+    for name, value in (("after", asked.after), ("after_id", asked.after_id), ("before_id", asked.before_id)):
+        if value is not None and value not in ids:
+            raise InvalidRequest(f"{name} must be an id of this list.", param=name)
+    if (after := asked.after or asked.after_id) is not None:
+        listed = listed[ids.index(after) + 1 :]
+    if asked.before_id is not None:  # the page that ends right before it
+        listed = listed[: ids.index(asked.before_id)]
+        found = listed[-asked.limit :]
+    else:
+        found = listed[: asked.limit]
+    first, last = (found[0]["id"], found[-1]["id"]) if found else (None, None)
+    return {"data": found, "first_id": first, "last_id": last, "has_more": len(listed) > len(found)}
+
+
+def openai_batch(batch: Batch) -> dict[str, Any]:
+    """Return a batch in OpenAI's shape."""
+    errors = [msgspec.structs.asdict(error) for error in batch.errors]
+    usage, times = batch.usage, batch.times
+    shown: dict[str, Any] = {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "model": batch.model,
+        "errors": {"object": "list", "data": errors} if errors else None,
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.completion_window,
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": int(batch.created_at),
+        "expires_at": int(batch.expires_at),
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "metadata": batch.metadata,
+        "usage": None,
+    }
+    for status in ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"):
+        shown[f"{status}_at"] = int(times[status]) if status in times else None
+    if usage:
+        shown["usage"] = {
+            "input_tokens": usage["input_tokens"],
+            "input_tokens_details": {"cached_tokens": usage["cached_tokens"]},
+            "output_tokens": usage["output_tokens"],
+            "output_tokens_details": {"reasoning_tokens": usage["reasoning_tokens"]},
+            "total_tokens": usage["input_tokens"] + usage["output_tokens"],
+        }
+    return shown
+
+
+def anthropic_batch(batch: Batch, results_url: str) -> dict[str, Any]:
+    """Return a batch in Anthropic's shape: requests count as processing until all have ended."""
+    left = batch.total - batch.completed - batch.failed
+    counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
+    if batch.ended:
+        counts |= {"succeeded": batch.completed, "errored": batch.failed}
+        counts["canceled" if batch.unasked == "cancelled" else "expired"] = left
+    else:
+        counts["processing"] = batch.total
+    ended = max(batch.times.values()) if batch.ended else None
+    return {
+        "id": batch.id,
+        "type": "message_batch",
+        "processing_status": "ended" if ended else "canceling" if batch.status == "cancelling" else "in_progress",
+        "request_counts": counts,
+        "created_at": _moment(batch.created_at),
+        "expires_at": _moment(batch.expires_at),
+        "ended_at": _moment(ended),
+        "cancel_initiated_at": _moment(batch.times.get("cancelling")),
+        "archived_at": None,
+        "results_url": results_url if ended else None,
+    }
+
+
+def _moment(at_s: float | None) -> str | None:
+    return None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+def expiry_of(form: Mapping[str, str]) -> float | None:
+    """Return the life of a file by the fields of its form, None: the longest. Raises InvalidRequest."""
+    given = {name: form[f"expires_after[{name}]"] for name in ("anchor", "seconds") if f"expires_after[{name}]" in form}
+    if not given:
+        return None
+    seconds = given.get("seconds", "")
+    return ExpiresAfter.checked({**given, "seconds": int(seconds) if seconds.isdecimal() else seconds}).seconds

@@ -1,0 +1,471 @@
+"""Runs queued batches, in the order that computes least, as work that waits for all other.
+
+One process at a time runs a batch: the batch's row names it, and for how long. A line's request goes through ``ask``,
+the same path as a client's. Knows neither HTTP nor engines.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from serve_app.batch.batch_file import BatchRequest, parse_line
+from serve_app.batch.batches import Batch, Batches, LineError, QueuedBatch, Result, Unasked, usage_of
+from serve_app.batch.files import File
+from serve_app.batch.order import Runner, beginnings, grouped
+from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge, WarmpathError
+
+logger = logging.getLogger(__name__)
+
+MAX_LINES = 50_000
+MAX_ERRORS = 100
+MAX_LINE_BYTES = 32 << 20
+MAX_RUNNING = 4
+"""Batches that one ingress runs at once."""
+POLL_S = 2.0
+LEASE_S = 20.0
+"""After this time without a sign of its runner, another ingress continues a batch."""
+TICK_S = 1.0
+"""The interval at which a running batch's row is written and read."""
+QUIET_S = 0.02
+"""The interval between looks whether other work waits."""
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The answer to one line. ``retry_after_s``: the server was busy, and the line is asked again; None: it was not."""
+
+    status: int
+    body: bytes
+    warning: str = ""
+    retry_after_s: float | None = None
+
+
+Ask = Callable[[str, str, bytes, str], Awaitable[Said]]
+"""(tenant, path, body, request id) -> the answer."""
+
+
+class Lost(Exception):
+    """Another process runs the batch, or it was deleted."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """A line of the input, ``start`` bytes after its beginning."""
+
+    start: int
+    length: int
+    beginnings: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A batch in progress, as of the last look at its row."""
+
+    tenant: str
+    batch: Batch
+    lines: list[_Line] = field(default_factory=list)
+    model: str | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    """New results that the row does not count yet."""
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(eq=False)
+class Worker:
+    """One ingress' runner of batches. ``knows``: whether a tenant exists; ``quiet``: whether its work may start now.
+
+    ``at_once``: the number of requests for all batches together; ``lanes``: of beginnings in progress.
+    """
+
+    batches: Batches
+    name: str
+    ask: Ask
+    knows: Callable[[str], bool]
+    quiet: Callable[[str], bool]
+    at_once: Callable[[], int]
+    lanes: Callable[[], int]
+    running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """By id of the batch."""
+    asking: int = 0
+    """Lines in progress."""
+    _tenants: dict[str, str] = field(default_factory=dict)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _loop: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.name} {secrets.token_hex(4)}"
+
+    def start(self) -> None:
+        """Begin to look for batches."""
+        self._loop = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Let go of all batches; other ingresses continue them at once."""
+        tasks = [*self.running.values(), *([self._loop] if self._loop is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        """Look at once: there is a new batch, or one was cancelled."""
+        self._news.set()
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self._claim()
+            except WarmpathError:
+                logger.warning("batches cannot be looked up", exc_info=True)
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._news.wait()
+                self._news.clear()
+            except TimeoutError:
+                pass
+
+    async def _claim(self) -> None:
+        """Begin or continue queued batches, one of each tenant at a time."""
+        for queued in await self.batches.queue():
+            if len(self.running) >= MAX_RUNNING:
+                return
+            tenant, batch_id = queued.tenant, queued.batch_id
+            if batch_id in self.running or tenant in self._tenants.values() or not self.knows(tenant):
+                continue
+            if (batch := await self._take(queued)) is not None:
+                self._tenants[batch_id] = tenant
+                self.running[batch_id] = asyncio.create_task(self._run(_Run(tenant, batch)))
+
+    async def _take(self, queued: QueuedBatch) -> Batch | None:
+        """Become the holder of a batch, and return it; None if another one is, or there is nothing to do."""
+        now_s = self.batches.objects.now_s()
+        try:
+            batch = await self.batches.get(queued.tenant, queued.batch_id)
+        except NotFound:
+            await self.batches.unqueue(queued)
+            return None
+        if batch.ended:  # its runner ended before the rest was tidied
+            await self.batches.tidy(queued.tenant, batch)
+            return None
+        if batch.held_until_s > now_s and batch.holder != self.name:
+            return None
+
+        def hold(batch: Batch) -> bool:
+            free = batch.held_until_s <= now_s or batch.holder == self.name
+            batch.holder, batch.held_until_s = self.name, now_s + LEASE_S
+            return free and not batch.ended
+
+        return await self.batches.change(queued.tenant, queued.batch_id, hold)
+
+    async def _run(self, run: _Run) -> None:
+        batch_id = run.batch.id
+        work = asyncio.create_task(self._work(run))
+        try:
+            ticks = asyncio.create_task(self._tick(run))
+            await asyncio.wait((work, ticks), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                work.cancel()
+            ticks.cancel()
+            await asyncio.gather(work, ticks, return_exceptions=True)
+            if not work.cancelled() and (error := work.exception()) is not None:
+                known = isinstance(error, WarmpathError | Lost)
+                logger.warning(
+                    "batch %s stops here and is continued later", batch_id, exc_info=None if known else error
+                )
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            del self.running[batch_id], self._tenants[batch_id]
+            await self._let_go(run)
+            if run.batch.ended:
+                self._news.set()
+
+    async def _let_go(self, run: _Run) -> None:
+        def free(batch: Batch) -> bool:
+            if batch.holder != self.name or batch.ended:
+                return False
+            batch.holder, batch.held_until_s = "", 0.0
+            return True
+
+        try:
+            await self.batches.change(run.tenant, run.batch.id, free)
+        except WarmpathError:
+            logger.warning("batch %s is free once its lease ends", run.batch.id)
+
+    async def _tick(self, run: _Run) -> None:
+        """Keep the lease and write the counts. Return once the batch is another's, or the store is gone for long."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                await self._write(run)
+            except Lost:
+                return
+            except WarmpathError:
+                if self.batches.objects.now_s() > run.batch.held_until_s:
+                    return
+
+    async def _write(self, run: _Run, change: Callable[[Batch], None] = lambda _: None) -> None:
+        """Change the row and take over what it says. Raises Lost if another process holds it."""
+        now_s = self.batches.objects.now_s()
+
+        def write(batch: Batch) -> bool:
+            if batch.holder != self.name or batch.ended:
+                return False
+            batch.held_until_s = now_s + LEASE_S
+            batch.completed += counts["completed"]
+            batch.failed += counts["failed"]
+            change(batch)
+            return True
+
+        async with run.writing:
+            counts = Counter(run.counts)
+            found = await self.batches.change(run.tenant, run.batch.id, write)
+            if found is None:
+                raise Lost
+            run.counts.subtract(counts)
+            run.batch = found
+
+    async def _work(self, run: _Run) -> None:
+        """Do all that is left of a batch."""
+        now_s = self.batches.objects.now_s
+        try:
+            errors = await self._read(run)
+        except (NotFound, RequestTooLarge) as error:
+            errors = [LineError(str(error.code), error.message)]
+        if errors:
+            await self._write(run, lambda row: _fail(row, errors, now_s()))
+            await self.batches.tidy(run.tenant, run.batch)
+            return
+
+        def begin(row: Batch) -> None:
+            row.total, row.model = len(run.lines), run.model
+            if row.status == "validating":
+                row.become("in_progress", now_s())
+
+        await self._write(run, begin)
+        if run.batch.status == "in_progress":
+            await self._ask_all(run)
+        await self._finish(run)
+        await self.batches.tidy(run.tenant, run.batch)
+
+    async def _read(self, run: _Run) -> list[LineError]:
+        """Find and check the lines of the input; return what is wrong with it."""
+        batch, files = run.batch, self.batches.files
+        seen: dict[str, int] = {}
+        errors: list[LineError] = []
+        models: set[Any] = set()
+        number = 0
+        async for lines in lines_of(files.content(run.tenant, batch.content, batch.size)):
+            # Parsing is work of milliseconds for a chunk.
+            for start, raw, request in await asyncio.to_thread(_parsed, lines, batch.endpoint):
+                number += 1
+                if not raw.strip():
+                    continue
+                if isinstance(request, LineError):
+                    errors.append(msgspec.structs.replace(request, line=number))
+                elif request.custom_id in seen:
+                    message = f"Lines {seen[request.custom_id]} and {number} have the same custom_id."
+                    errors.append(LineError("duplicate_custom_id", message, number, "custom_id"))
+                else:
+                    seen[request.custom_id] = number
+                    models.add(str(request.body.get("model")))
+                    run.lines.append(_Line(start, len(raw), await asyncio.to_thread(beginnings, request.body)))
+            if len(errors) >= MAX_ERRORS:
+                return errors[:MAX_ERRORS]
+            if len(run.lines) > MAX_LINES and not batch.anthropic:
+                return [LineError("too_many_requests", f"A batch has at most {MAX_LINES} requests; send several.")]
+        if not errors and not run.lines:
+            return [LineError("empty_file", "The file holds no request; it must have one JSON object per line.")]
+        if len(models) == 1:
+            run.model = models.pop()
+        return errors
+
+    async def _ask_all(self, run: _Run) -> None:
+        """Ask for each line that has no result, until the batch expires or is cancelled."""
+        done = await self.batches.done(run.tenant, run.batch)
+        left = [number for number in range(len(run.lines)) if number not in done]
+        groups = grouped([run.lines[number].beginnings for number in left])
+
+        async def quiet() -> None:
+            while True:
+                if self.quiet(run.tenant):
+                    return
+                await asyncio.sleep(QUIET_S)
+
+        runner = Runner(
+            lambda at: self._ask(run, left[at]),
+            lambda: max(1, self.at_once() // max(1, len(self.running))),
+            self.lanes,
+            quiet,
+        )
+        work = asyncio.create_task(runner.run(groups))
+        try:
+            while not work.done():
+                await asyncio.wait((work,), timeout=TICK_S / 2)
+                if run.batch.status == "cancelling":
+                    return
+                if self.batches.objects.now_s() >= run.batch.expires_at:
+                    await self._write(run, _expire)
+                    return
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        work.result()
+
+    async def _ask(self, run: _Run, number: int) -> None:
+        """Ask for one line, again while the server is busy, and store its result."""
+        request, batch = await self._request(run, number), run.batch
+        request_id = f"req_{secrets.token_hex(12)}"
+        body = msgspec.json.encode({name: value for name, value in request.body.items() if name not in _STREAMING})
+        self.asking += 1
+        try:
+            while True:
+                said = await self.ask(run.tenant, request.url, body, request_id)
+                if said.retry_after_s is None:
+                    break
+                await asyncio.sleep(min(said.retry_after_s, LONGEST_PAUSE_S))
+        finally:
+            self.asking -= 1
+        result = Result(request.custom_id, said.status, request_id, msgspec.Raw(said.body or b"null"), said.warning)
+        if await self.batches.keep(run.tenant, batch, number, result):
+            run.counts["completed" if result.ok else "failed"] += 1
+
+    async def _request(self, run: _Run, number: int) -> BatchRequest:
+        line = run.lines[number]
+        return parse_line(await self.batches.files.part(run.tenant, run.batch.content, line.start, line.length))
+
+    async def _finish(self, run: _Run) -> None:
+        """Write the results into files, and end the batch."""
+        now_s = self.batches.objects.now_s
+
+        def finalize(row: Batch) -> None:
+            if row.status == "cancelling":
+                row.unasked = "cancelled"
+            elif row.status == "in_progress":
+                row.become("finalizing", now_s())
+
+        await self._write(run, finalize)
+        batch, counts, usage = run.batch, Counter[str](), Counter[str]()
+        life_s = batch.output_life_s or self.batches.objects.ttl_s
+        kinds = ("results",) if batch.anthropic else ("output", "error")
+        contents = {kind: await self._compose(run, kind, life_s, counts, usage) for kind in kinds}
+        ids: dict[str, str] = {}
+        for kind, (content, size) in contents.items():
+            if size and not batch.anthropic:
+                # Its id follows from the batch's: who comes second finds the first one's file.
+                ids[kind] = f"file-{kind}-{batch.id.removeprefix('batch_')}"
+                name, at_s = f"{batch.id}_{kind}.jsonl", now_s()
+                file = File(ids[kind], content, name, "batch_output", size, at_s, at_s + life_s)
+                if not await self.batches.files.add(run.tenant, file):
+                    await self.batches.files.forget(run.tenant, content)
+
+        def end(row: Batch) -> None:
+            row.completed, row.failed = counts["completed"], counts["failed"]
+            row.usage = dict(usage)
+            row.output_file_id, row.error_file_id = ids.get("output"), ids.get("error")
+            row.results, row.results_size = contents.get("results", ("", 0))
+            row.become(_END[row.unasked], now_s())
+
+        run.counts.clear()
+        await self._write(run, end)
+
+    async def _compose(
+        self, run: _Run, kind: str, life_s: float, counts: Counter[str], usage: Counter[str]
+    ) -> tuple[str, int]:
+        """Write one kind of results into a new content; return its name and size."""
+        batch = run.batch
+
+        async def parts() -> AsyncIterator[bytes]:
+            async for number, result in self.batches.results(run.tenant, batch):
+                ok = result is not None and result.ok
+                if kind == ("error" if ok else "output"):
+                    continue
+                if result is None:
+                    request = await self._request(run, number)
+                    result = Result(request.custom_id, 0, f"req_{secrets.token_hex(12)}", _NULL)
+                else:
+                    counts["completed" if ok else "failed"] += 1
+                if ok:
+                    usage.update(usage_of(msgspec.json.decode(result.body)))
+                yield (anthropic_line if batch.anthropic else openai_line)(result, batch.unasked) + b"\n"
+
+        return await self.batches.files.write(run.tenant, parts(), life_s, bounded=False)
+
+
+_END: dict[Unasked, Any] = {"": "completed", "expired": "expired", "cancelled": "cancelled"}
+_NULL = msgspec.Raw(b"null")
+_STREAMING = ("stream", "stream_options")
+"""Fields that have no effect on an answer in a file."""
+_WHY = {
+    "expired": "This request could not be executed before the completion window expired.",
+    "cancelled": "This request was not executed, because the batch was cancelled.",
+}
+
+
+def openai_line(result: Result, unasked: Unasked) -> bytes:
+    """Return a result in OpenAI's form. One with status 0 was not asked for, ``unasked`` tells why."""
+    response: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    if result.status:
+        response = {"status_code": result.status, "request_id": result.request_id, "body": result.body}
+        if result.warning:
+            response["warning"] = result.warning
+    else:
+        error = {"code": f"batch_{unasked}", "message": _WHY.get(unasked, "")}
+    line = {"id": f"batch_{result.request_id}", "custom_id": result.custom_id, "response": response, "error": error}
+    return msgspec.json.encode(line)
+
+
+def anthropic_line(result: Result, unasked: Unasked) -> bytes:
+    """Return a result in Anthropic's form; see ``openai_line``."""
+    shown: dict[str, Any] = {"type": "canceled" if unasked == "cancelled" else "expired"}
+    if result.ok:
+        shown = {"type": "succeeded", "message": result.body}
+    elif result.status:
+        shown = {"type": "errored", "error": result.body}
+    return msgspec.json.encode({"custom_id": result.custom_id, "result": shown})
+
+
+def _expire(batch: Batch) -> None:
+    batch.unasked = "expired"
+
+
+def _fail(batch: Batch, errors: list[LineError], now_s: float) -> None:
+    batch.errors = errors
+    batch.become("failed", now_s)
+
+
+async def lines_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[list[tuple[int, bytes]]]:
+    """Yield the lines of a content, some at a time, each with its place."""
+    rest, at = b"", 0
+    async for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        if len(rest) > MAX_LINE_BYTES:
+            raise RequestTooLarge(f"A line may have {MAX_LINE_BYTES >> 20} MiB.")
+        lines = []
+        for line in whole:
+            lines.append((at, line))
+            at += len(line) + 1
+        yield lines
+    yield [(at, rest)]
+
+
+def _parsed(lines: list[tuple[int, bytes]], endpoint: str) -> list[tuple[int, bytes, BatchRequest | LineError]]:
+    return [(start, raw, _checked(raw, endpoint)) for start, raw in lines]
+
+
+def _checked(raw: bytes, endpoint: str) -> BatchRequest | LineError:
+    try:
+        request = parse_line(raw)
+    except InvalidRequest as error:
+        code = "invalid_json_line" if error.param is None else "invalid_request"
+        return LineError(code, error.message, param=error.param)
+    if request.url != endpoint:
+        return LineError("mismatched_url", f"url is {request.url}, and the batch's endpoint {endpoint}.", param="url")
+    return request

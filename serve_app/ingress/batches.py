@@ -1,0 +1,109 @@
+"""Batches at this ingress: each line's request goes through its own application, as if its tenant had sent it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Scope
+
+from serve_app.batch.batches import Batches
+from serve_app.batch.files import Files
+from serve_app.batch.order import LANES
+from serve_app.batch.worker import Said, Worker
+from serve_app.fairness.front_door import FrontDoor
+from serve_app.ingress.http import WARNING
+from serve_app.stored import StoredObjects
+from serve_app.tenants import Tenant
+
+BUSY = (429, 503, 529)
+"""Statuses of a server that may answer later, if it tells when."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A served model: the names that it ``serves``, its ``door``, its replicas, and what waits at them."""
+
+    serves: Callable[[str], bool]
+    door: FrontDoor
+    replicas: Callable[[], int]
+    waiting: Callable[[], int]
+
+
+@dataclass(eq=False)
+class BatchDesk:
+    """The tenants' files and batches, and their runner. ``tenants``: those known now, by name."""
+
+    objects: StoredObjects
+    name: str
+    tenants: Callable[[], dict[str, Tenant]]
+    gates: list[Gate] = field(default_factory=list)
+    application: ASGIApp | None = None
+    files: Files = field(init=False)
+    batches: Batches = field(init=False)
+    worker: Worker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.files = Files(self.objects)
+        self.batches = Batches(self.objects, self.files)
+        self.worker = Worker(
+            self.batches,
+            self.name,
+            self._ask,
+            lambda tenant: tenant in self.tenants(),
+            self._quiet,
+            lambda: sum(gate.door.places() for gate in self.gates) // 2,
+            lambda: LANES * max(1, sum(gate.replicas() for gate in self.gates)),
+        )
+
+    def _quiet(self, tenant: str, model: str) -> bool:
+        """Return whether a line for a model may start now: nobody waits there; for an unknown name: anywhere."""
+        gates = [gate for gate in self.gates if gate.serves(model)] or self.gates
+        return all(gate.door.is_quiet(tenant) and gate.waiting() <= self.worker.asking for gate in gates)
+
+    async def _ask(self, tenant: str, path: str, body: bytes, request_id: str) -> Said:
+        """Answer a request as the application would. Every rule holds, and it waits for all other work."""
+        known = self.tenants().get(tenant)
+        if known is None or self.application is None:
+            return Said(503, b"", retry_after_s=5.0)
+        status, headers, answer = 500, dict[str, str](), bytearray()
+        read = False
+
+        async def receive() -> Message:
+            nonlocal read
+            if read:
+                await asyncio.Event().wait()  # this client stays
+            read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers.update((name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"])
+            else:
+                answer.extend(message.get("body", b""))
+
+        await self.application(_scope(known, path, len(body), request_id), receive, send)
+        wait_s = headers.get("retry-after") if status in BUSY else None
+        return Said(status, bytes(answer), headers.get(WARNING, ""), None if wait_s is None else float(wait_s))
+
+
+def _scope(tenant: Tenant, path: str, size: int, request_id: str) -> Scope:
+    headers = {"content-type": "application/json", "content-length": str(size), "x-request-id": request_id}
+    state: dict[str, Any] = {"tenant": tenant, "waits_for_all": True}
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": None,
+        "server": None,
+        "state": state,
+    }

@@ -1,0 +1,295 @@
+"""OpenAI's files and batches, and Anthropic's message batches, of the caller's tenant."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from serve_app.api.request import ignored_fields
+from serve_app.batch.batches import Batch, new_id
+from serve_app.batch.files import MAX_FILE_BYTES
+from serve_app.batch.wire import BatchBody, MessageBatchBody, PageQuery, anthropic_batch, expiry_of, openai_batch, page
+from serve_app.errors import InvalidRequest, NotFound
+from serve_app.ingress.batches import BatchDesk
+from serve_app.ingress.http import WARNING, body_parts, json_response, read_body
+from serve_app.ingress.multipart import read_form
+from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, takes
+from serve_app.ingress.services import BODIES, Services
+
+router = APIRouter(tags=["batches"])
+
+BATCHES_PATH = "/v1/messages/batches"
+PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")
+DAY_S = 86_400.0
+
+
+class Conflict(InvalidRequest):
+    """The object's state does not allow this."""
+
+    status = 409
+    code = "conflict"
+
+
+def _desk(request: Request, services: Services) -> tuple[BatchDesk, str]:
+    """Return the desk, and the name of the caller's tenant. Raises NotFound if there are no batches here."""
+    tenant = services.access.guard.tenant(request).name
+    if (desk := services.records.batches) is None:
+        raise NotFound(
+            "This server keeps no files and batches (setting files_max_bytes, or no database); `warmpath infer` "
+            "answers a file of requests."
+        )
+    return desk, tenant
+
+
+@router.post("/v1/files", openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": {
+    "type": "object", "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string"}},
+}}}, "required": True}})  # fmt: skip
+@guarded("files")
+async def create_file(request: Request, services: Front) -> Response:
+    """Upload a file (a form with `file`, `purpose`, and `expires_after[seconds]`), at most 200 MiB."""
+    desk, tenant = _desk(request, services)
+    content: tuple[str, str, int] | None = None
+
+    async def take(filename: str, parts: AsyncIterator[bytes]) -> None:
+        nonlocal content
+        if content is not None:
+            raise InvalidRequest("The form holds two files; send one.", param="file")
+        content = (filename, *await desk.files.write(tenant, parts, desk.objects.ttl_s))
+
+    with services.access.front_door.arrive(tenant):
+        try:
+            too_large = f"A file may have {MAX_FILE_BYTES >> 20} MiB; send several."
+            parts = body_parts(request, MAX_FILE_BYTES + (1 << 20), too_large)
+            form = await read_form(request.headers.get("content-type", ""), parts, take, "file")
+            if content is None:
+                raise InvalidRequest("The form has no file in its field file.", param="file")
+            if (purpose := form.get("purpose", "")) not in PURPOSES:
+                raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}.", param="purpose")
+            if (life_s := expiry_of(form)) is not None:  # the content was written before this was known
+                filename, long, size = content
+                again = desk.files.content(tenant, long, size)
+                content = filename, *await desk.files.write(tenant, again, life_s, bounded=False)
+                await desk.files.forget(tenant, long)
+            file = await desk.files.create(tenant, *content, purpose, life_s)
+        except BaseException:
+            if content is not None:
+                await desk.files.forget(tenant, content[1])
+            raise
+    return json_response(file.shown())
+
+
+@router.get("/v1/files")
+@guarded("files")
+async def files(request: Request, services: Front) -> Response:
+    """The files, the newest first; `after`, `limit`, `order`, `purpose`."""
+    desk, tenant = _desk(request, services)
+    asked = PageQuery.checked({"limit": "10000", **request.query_params})
+    found = [file.shown() for file in await desk.files.all(tenant) if asked.purpose in (None, file.purpose)]
+    return json_response({"object": "list", **page(found, asked)})
+
+
+@router.get("/v1/files/{file_id}")
+@guarded("files")
+async def file(request: Request, services: Front, file_id: str) -> Response:
+    """One file, without its content."""
+    desk, tenant = _desk(request, services)
+    return json_response((await desk.files.get(tenant, file_id)).shown())
+
+
+@router.get("/v1/files/{file_id}/content")
+@guarded("files")
+async def file_content(request: Request, services: Front, file_id: str) -> Response:
+    """The content of a file."""
+    desk, tenant = _desk(request, services)
+    found = await desk.files.get(tenant, file_id)
+    return await _content(desk, tenant, found.content, found.bytes, "application/octet-stream")
+
+
+@router.delete("/v1/files/{file_id}")
+@guarded("files")
+async def delete_file(request: Request, services: Front, file_id: str) -> Response:
+    """Delete a file. One that a batch in progress reads stays (409)."""
+    desk, tenant = _desk(request, services)
+    content = (await desk.files.get(tenant, file_id)).content
+    for batch in await desk.batches.all(tenant):
+        if batch.content == content and not batch.ended:
+            raise Conflict(f"The batch {batch.id} still reads this file; cancel it first.", param="file_id")
+    await desk.files.delete(tenant, file_id)
+    return json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+@router.post("/v1/batches", **takes(BatchBody))
+@guarded("batches")
+async def create_batch(request: Request, services: Front) -> Response:
+    """Answer an uploaded file's requests, when nothing else waits; the results are files."""
+    desk, tenant = _desk(request, services)
+    with services.access.front_door.arrive(tenant) as arrival:
+        raw = await read_body(request, services.config.max_body_bytes, arrival.grow)
+        body = BatchBody.parse(raw)
+        try:
+            source = await desk.files.get(tenant, body.input_file_id)
+        except NotFound as error:
+            raise InvalidRequest(error.message, param="input_file_id", code="file_not_found") from error
+        if source.purpose != "batch":
+            raise InvalidRequest(f"The file's purpose is {source.purpose}; upload it as batch.", param="input_file_id")
+        now_s = desk.objects.now_s()
+        batch = Batch(
+            id=new_id("batch_"),
+            endpoint=body.endpoint,
+            content=source.content,
+            size=source.bytes,
+            created_at=now_s,
+            expires_at=min(now_s + body.window_s, source.expires_at),
+            completion_window=body.completion_window,
+            input_file_id=source.id,
+            metadata=body.metadata,
+            output_life_s=body.output_expires_after.seconds if body.output_expires_after is not None else None,
+        )
+        await desk.batches.create(tenant, batch)
+    desk.worker.wake()
+    told = ignored_fields(body.unknown())
+    return json_response(openai_batch(batch), headers={WARNING: told} if told else {})
+
+
+@router.get("/v1/batches")
+@guarded("batches")
+async def batches(request: Request, services: Front) -> Response:
+    """The batches, the newest first; `after`, `limit`."""
+    desk, tenant = _desk(request, services)
+    found = [openai_batch(batch) for batch in await desk.batches.all(tenant) if not batch.anthropic]
+    return json_response({"object": "list", **page(found, PageQuery.checked(dict(request.query_params)))})
+
+
+@router.get("/v1/batches/{batch_id}")
+@guarded("batches")
+async def batch(request: Request, services: Front, batch_id: str) -> Response:
+    """One batch, with its counts."""
+    return json_response(openai_batch((await _found(request, services, batch_id, anthropic=False))[2]))
+
+
+@router.post("/v1/batches/{batch_id}/cancel")
+@guarded("batches")
+async def cancel_batch(request: Request, services: Front, batch_id: str) -> Response:
+    """End a batch; what is answered stays."""
+    desk, tenant, known = await _found(request, services, batch_id, anthropic=False)
+    found = await desk.batches.cancel(tenant, known.id)
+    if found.status not in ("cancelling", "cancelled"):
+        raise Conflict(f"A batch that is {found.status} cannot be cancelled.", param="batch_id")
+    desk.worker.wake()
+    return json_response(openai_batch(found))
+
+
+@router.post(BATCHES_PATH, tags=["messages"], **takes(MessageBatchBody))
+@guarded("message_batches", ANTHROPIC)
+async def create_message_batch(request: Request, services: Front) -> Response:
+    """Answer many messages, when nothing else waits."""
+    desk, tenant = _desk(request, services)
+    with services.access.front_door.arrive(tenant) as arrival:
+        raw = await read_body(request, BODIES // 2 * services.config.max_body_bytes, arrival.grow)
+        workers = services.completions.workers
+        body = await workers.run(tenant, len(raw), MessageBatchBody.parse, raw)
+        lines = await workers.run(tenant, len(raw), body.lines)
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield lines
+
+        now_s = desk.objects.now_s()
+        content, size = await desk.files.write(tenant, parts(), desk.objects.ttl_s)
+        batch = Batch(
+            id=new_id("msgbatch_"),
+            endpoint="/v1/messages",
+            content=content,
+            size=size,
+            created_at=now_s,
+            expires_at=now_s + DAY_S,
+            owns_content=True,
+            total=len(body.requests),
+        )
+        try:
+            await desk.batches.create(tenant, batch)
+        except BaseException:
+            await desk.files.forget(tenant, content)
+            raise
+    desk.worker.wake()
+    return json_response(_shown(request, batch))
+
+
+@router.get(BATCHES_PATH, tags=["messages"])
+@guarded("message_batches", ANTHROPIC)
+async def message_batches(request: Request, services: Front) -> Response:
+    """The message batches, the newest first; `after_id`, `before_id`, `limit`."""
+    desk, tenant = _desk(request, services)
+    found = [_shown(request, batch) for batch in await desk.batches.all(tenant) if batch.anthropic]
+    return json_response(page(found, PageQuery.checked(dict(request.query_params))))
+
+
+@router.get(f"{BATCHES_PATH}/{{batch_id}}", tags=["messages"])
+@guarded("message_batches", ANTHROPIC)
+async def message_batch(request: Request, services: Front, batch_id: str) -> Response:
+    """One message batch, with its counts."""
+    return json_response(_shown(request, (await _found(request, services, batch_id, anthropic=True))[2]))
+
+
+@router.get(f"{BATCHES_PATH}/{{batch_id}}/results", tags=["messages"])
+@guarded("message_batches", ANTHROPIC)
+async def message_batch_results(request: Request, services: Front, batch_id: str) -> Response:
+    """The results of a message batch that has ended, one JSON object per line."""
+    desk, tenant, found = await _found(request, services, batch_id, anthropic=True)
+    if not found.ended:
+        raise InvalidRequest(f"The batch {batch_id[:64]} has not ended; its results are not available yet.")
+    return await _content(desk, tenant, found.results, found.results_size, "application/x-jsonl")
+
+
+@router.post(f"{BATCHES_PATH}/{{batch_id}}/cancel", tags=["messages"])
+@guarded("message_batches", ANTHROPIC)
+async def cancel_message_batch(request: Request, services: Front, batch_id: str) -> Response:
+    """End a message batch; what is answered stays."""
+    desk, tenant, known = await _found(request, services, batch_id, anthropic=True)
+    if known.ended:
+        raise InvalidRequest(f"The batch {batch_id[:64]} has ended; it cannot be canceled.")
+    found = await desk.batches.cancel(tenant, known.id)
+    desk.worker.wake()
+    return json_response(_shown(request, found))
+
+
+@router.delete(f"{BATCHES_PATH}/{{batch_id}}", tags=["messages"])
+@guarded("message_batches", ANTHROPIC)
+async def delete_message_batch(request: Request, services: Front, batch_id: str) -> Response:
+    """Delete a message batch that has ended, and its results."""
+    desk, tenant, found = await _found(request, services, batch_id, anthropic=True)
+    if not found.ended:
+        raise InvalidRequest(f"The batch {batch_id[:64]} is in progress; cancel it first.")
+    await desk.batches.delete(tenant, found)
+    return json_response({"id": found.id, "type": "message_batch_deleted"})
+
+
+async def _found(
+    request: Request, services: Services, batch_id: str, *, anthropic: bool
+) -> tuple[BatchDesk, str, Batch]:
+    """Return the desk, the tenant's name and its batch, if it is of this API. Raises NotFound."""
+    desk, tenant = _desk(request, services)
+    found = await desk.batches.get(tenant, batch_id)
+    if found.anthropic != anthropic:
+        raise NotFound(f"There is no batch {batch_id[:64]!r} of this API.", param="batch_id")
+    return desk, tenant, found
+
+
+def _shown(request: Request, batch: Batch) -> dict[str, Any]:
+    path = f"{request.scope.get('root_path', '')}{BATCHES_PATH}/{batch.id}/results"
+    return anthropic_batch(batch, str(request.url.replace(path=path, query="")))
+
+
+async def _content(desk: BatchDesk, tenant: str, content: str, size: int, media_type: str) -> Response:
+    """Return a content as it is read. Raises NotFound if it is gone already."""
+    chunks = desk.files.content(tenant, content, size)
+    first = await anext(chunks, b"")
+
+    async def whole() -> AsyncIterator[bytes]:
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+    return StreamingResponse(whole(), headers={"content-length": str(size)}, media_type=media_type)
