@@ -4,9 +4,9 @@ Source: OpenAI's Batch API guide, and its reference of the request input and out
 """
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
@@ -33,6 +33,8 @@ APIS: dict[str, tuple[Callable[[bytes], GenerateRequest], Callable[[], AnswerFor
 
 class BatchRequest(JsonBody):
     """One line of the input."""
+
+    bounded: ClassVar[Mapping[str, int]] = {"body": 1_000_000}
 
     custom_id: Annotated[str, Field(min_length=1), Must("a string that is not empty")]
     method: Annotated[Literal["POST"], Must('"POST"')] = "POST"

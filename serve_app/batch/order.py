@@ -97,8 +97,10 @@ class Runner:
         """Run all requests. If this is cancelled, so are those in progress."""
         left, tasks = deque(groups), set[asyncio.Task[None]]()
         try:
-            while left or self._open or tasks:
+            while True:
                 group = self._next(left) if len(tasks) < self.at_once() else None
+                if group is None and not tasks:
+                    return
                 if group is None:
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     for task in [task for task in tasks if task.done()]:

@@ -6,7 +6,7 @@ Source: OpenAI's and Anthropic's API references, and the types of their Python c
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
@@ -17,6 +17,8 @@ from serve_app.errors import InvalidRequest
 
 MAX_REQUESTS = 100_000
 """Of one of Anthropic's batches."""
+MAX_VALUES = 4_000_000
+"""Of all of them together."""
 LEAST_LIFE_S, MOST_LIFE_S = 3600, 2_592_000
 _WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
@@ -71,8 +73,10 @@ class MessageBatchItem(JsonBody):
 class MessageBatchBody(JsonBody):
     """The body of ``POST /v1/messages/batches``."""
 
+    bounded: ClassVar[Mapping[str, int]] = {"requests": MAX_VALUES}
+
     requests: Annotated[
-        list[MessageBatchItem],
+        list[Annotated[MessageBatchItem, Must("an object with custom_id and params")]],
         Field(min_length=1, max_length=MAX_REQUESTS),
         Must(f"a list of 1 to {MAX_REQUESTS} objects with custom_id and params"),
     ]

@@ -5,7 +5,7 @@ Source: RFC 7578, RFC 2046.
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from email.message import Message
-from email.parser import BytesParser
+from email.parser import Parser
 
 from serve_app.errors import InvalidRequest
 
@@ -33,7 +33,7 @@ async def read_form(content_type: str, parts: AsyncIterator[bytes], take: TakeFi
     for _ in range(MAX_FIELDS):
         if await body.whole(b"\r\n", MAX_HEAD_BYTES) == b"--":
             return fields
-        about = BytesParser().parsebytes(await body.whole(b"\r\n\r\n", MAX_HEAD_BYTES), headersonly=True)
+        about = Parser().parsestr((await body.whole(b"\r\n\r\n", MAX_HEAD_BYTES)).decode(errors="replace"), True)
         field, filename = about.get_param("name", header="content-disposition"), about.get_filename()
         if field == name and filename is not None:
             content = body.until(mark)

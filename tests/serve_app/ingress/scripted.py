@@ -56,7 +56,7 @@ from serve_app.usage import Ledger
 from tests.serve_app.generation.outputs import output
 
 PATIENCE_S = 30
-BOUNDS = StorageLimits(ttl_s=3600, max_bytes=1 << 30)
+BOUNDS = StorageLimits(ttl_s=86_400, max_bytes=1 << 30)
 """The bounds of stored responses."""
 
 GENERATION = EngineRequest(

@@ -74,7 +74,7 @@ def test_the_schema_names_the_real_bodies_and_no_error_of_fastapis() -> None:
     bodies = {path: re.findall(r"/schemas/(\w+)", str(each.get("requestBody"))) for path, each in operations}
     posts = {path for path, each in operations if "requestBody" in each}
     assert {*posts, "/reset_prefix_cache"} == {path for method, path in (*OPERATORS, *TENANTS) if method == "POST"} | {
-        f"/v1/messages{more}" for more in ("", "/count_tokens")
+        f"/v1/messages{more}" for more in ("", "/count_tokens", "/batches")
     }
     assert bodies["/v1/messages"] == ["MessagesBody"] and bodies["/v1/prompts/warm"] == ["PromptBody"]
     assert {name for path in posts for name in bodies[path]} == {body.__name__ for body in BODIES}
@@ -112,6 +112,7 @@ TENANTS = [
     ("POST", "/detokenize"),
     ("GET", "/load"),
     ("DELETE", "/v1/sessions/one"),
+    *((method, f"/v1/{name}") for name in ("files", "batches") for method in ("GET", "POST")),
     *(("GET", f"/v1/{name}") for name in ("models", "models/demo", "cache/events", "cache/sessions", "usage")),
 ]
 
@@ -143,8 +144,8 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
         *(("POST", f"{version}/rerank", "or ask a chat model") for version in ("", "/v1", "/v2")),
         *(("POST", path, "or ask a chat model") for path in ("/score", "/v1/score", "/classify", "/v1/moderations")),
         *(("POST", f"/v1/{path}", "a server of a model for this") for path in ("images/edits", "audio/speech")),
-        ("GET", "/v1/embeddings", "--runner pooling"), ("GET", "/v1/files/f", "keeps responses alone"),
-        ("POST", "/v1/responses/compact", "in a shorter form"), ("POST", "/v1/messages/batches", "warmpath infer"),
+        ("GET", "/v1/embeddings", "--runner pooling"), ("GET", "/v1/threads/t", "keeps responses, files and batches"),
+        ("POST", "/v1/responses/compact", "in a shorter form"), ("POST", "/v1/uploads", "POST /v1/files"),
     ],
 )  # fmt: skip
 def test_a_route_of_the_apis_that_is_not_offered_says_why(method: str, path: str, why: str) -> None:
