@@ -35,6 +35,8 @@ TICK_S = 1.0
 QUIET_S = 0.02
 """The interval between looks whether other work waits."""
 LONGEST_PAUSE_S = 30.0
+MAX_FAULTS = 3
+"""The times that a line is asked for if the server fails at it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,12 +326,14 @@ class Worker:
         request_id = f"req_{secrets.token_hex(12)}"
         body = msgspec.json.encode({name: value for name, value in request.body.items() if name not in _STREAMING})
         self.asking += 1
+        faults = 0
         try:
             while True:
                 said = await self.ask(run.tenant, request.url, body, request_id)
-                if said.retry_after_s is None:
+                faults += said.status >= 500 and said.retry_after_s is None
+                if said.retry_after_s is None and (said.status < 500 or faults == MAX_FAULTS):
                     break
-                await asyncio.sleep(min(said.retry_after_s, LONGEST_PAUSE_S))
+                await asyncio.sleep(min(said.retry_after_s or faults, LONGEST_PAUSE_S))
         finally:
             self.asking -= 1
         result = Result(request.custom_id, said.status, request_id, msgspec.Raw(said.body or b"null"), said.warning)

@@ -22,6 +22,9 @@ from router.protocol.samples import WAIT_BUCKETS_S, Histogram, Mean
 from serve_app.errors import LimitReason
 from serve_app.fairness.shares import ACTIVE_S, Budget, Shares, verdict
 
+YIELDING_ORDER = 2**31
+"""Work of this order and above (`flex`) also waits for the other tenants' work of a lower one."""
+
 W = TypeVar("W")
 """One tenant's work: a waiting request or a sequence."""
 

@@ -74,7 +74,7 @@ def test_killed_replicas_ingresses_and_a_killed_head_lose_and_repeat_no_line(tmp
                 batch_id = begin(client)
                 for kind in ("ServeReplica:warmpath:Replica", "Ingress"):
                     time.sleep(rng.random() * 4)
-                    with suppress(httpx.HTTPError, StopIteration, IndexError, AssertionError):
+                    with suppress(httpx.HTTPError, psutil.Error, StopIteration, IndexError, AssertionError):
                         os.kill(rng.choice(workers_of(url, kind)), signal.SIGKILL)
                         killed[kind] += 1
                 judge(client, batch_id)

@@ -61,6 +61,11 @@ class PendingBlocks:
         computing = ((self._computing[block_hash].request.tenant, line) for block_hash, line in self._parked.items())
         return {tenant for tenant, line in computing if any(waiter.request.tenant != tenant for waiter in line)}
 
+    def awaited(self, sequence: SequenceState, by: Callable[[SequenceState], bool]) -> bool:
+        """Return whether a sequence computes a block that one of these waits for."""
+        lines = (line for block, line in self._parked.items() if self._computing.get(block) is sequence)
+        return any(by(waiter) for line in lines for waiter in line)
+
     def resolve(self, sequence: SequenceState, last: int) -> None:
         """Wake the sequences that wait for a sequence's blocks before ``last``: computed, or never to be."""
         for i in range(sequence.resolved, last):
@@ -132,10 +137,14 @@ class RunningSet:
         for sequence in sorted(growing, key=lambda s: s.number):
             while sequence.request.request_id in running and not self._grow(sequence):
                 victim = choose_victim(sequence, running.values(), self._cache.quota.over_share)
-                self._leave(victim)
-                victim.preempt(self._cache)
+                self.preempt(victim)
                 preempted.append(victim)
         return preempted
+
+    def preempt(self, sequence: SequenceState) -> None:
+        """Take a sequence's slot and blocks; it is to wait again."""
+        self._leave(sequence)
+        sequence.preempt(self._cache)
 
     def end(self, sequence: SequenceState) -> None:
         """Remove a sequence from the running set and free its blocks."""

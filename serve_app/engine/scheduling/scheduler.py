@@ -3,7 +3,8 @@
 Owns the waiting queue. Decodes come first. Then prefill is fair between tenants (``fair_queue``); within a tenant the
 lowest ``order`` runs first, then the least uncached work, with aging. A sequence waits for its next missing block
 while another sequence computes it (``PendingBlocks``). A starting sequence gets a reservation, and when the pool is
-exhausted a victim is preempted (``running_set``). Mutates sequences and the prefix cache.
+exhausted a victim is preempted (``running_set``). Sequences that yield (``YIELDING_ORDER``) prefill with what the
+others' turns leave, and are preempted for a start. Mutates sequences and the prefix cache.
 """
 
 from collections import Counter, deque
@@ -20,6 +21,7 @@ from serve_app.engine.scheduling.running_set import AdmissionVerdict, PendingBlo
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots
+from serve_app.fairness.queue import YIELDING_ORDER
 
 AGING_SHARE = 0.1
 """Within its tenant, only sequences that arrive within ten times its own computing time can overtake a sequence. So
@@ -32,11 +34,19 @@ USUAL_TOKENS_PER_S = 20_000.0
 PREFILL_S = 0.1
 """Upper target for a step's prefill, because requests that arrive meanwhile wait for its end."""
 
+YIELDING_PART = 8
+"""Beside others' decodes, prefill that yields makes a step longer by at most this fraction (1/n)."""
+
 Fetched = Literal["nothing", "loaded", "wait"]
 """The result of a fetch: nothing was found, blocks were loaded into the pool, or the caller must ask again later."""
 
 Fetch = Callable[[SequenceState, list[int]], Fetched]
 """Loads the blocks that continue a sequence's matched ones, if a tier has them."""
+
+
+def yields(sequence: SequenceState) -> bool:
+    """Return whether a sequence waits for all tenants' others."""
+    return sequence.request.order >= YIELDING_ORDER
 
 
 class Scheduled(msgspec.Struct, frozen=True):
@@ -65,7 +75,10 @@ class Scheduler:
         self.pending = PendingBlocks()
         self._running = RunningSet(settings, cache, self.pending, adapters)
         self.fair_queue: FairQueue[SequenceState] = FairQueue(settings.max_num_batched_tokens)
+        self._yielding_queue: FairQueue[SequenceState] = FairQueue(settings.max_num_batched_tokens)
         self._claim: SequenceState | None = None
+        self._denied: SequenceState | None = None
+        """The first sequence of the last step that found no room, and does not yield."""
         self._slot_claim: str | None = None
         self._stopped: set[str] = set()
         self._numbers = count()
@@ -136,7 +149,7 @@ class Scheduler:
         """
         if prefill_tokens_per_s:
             self._aging_tokens_per_s = AGING_SHARE * prefill_tokens_per_s
-        self.preempted = self._running.make_room()
+        self.preempted = self._running.make_room() or self._make_way()
         self._waiting.update((sequence.request.request_id, sequence) for sequence in self.preempted)
         budget = self._settings.max_num_batched_tokens
         chosen: list[Scheduled] = []
@@ -173,15 +186,18 @@ class Scheduler:
             return
         candidates = self.ready()
         lines: dict[str, deque[SequenceState]] = {}
+        yielding: dict[str, deque[SequenceState]] = {}
         for sequence in candidates:
             self._refresh_hint(sequence)
         for sequence in sorted([*prefilling, *candidates], key=self._turn_s):
-            lines.setdefault(sequence.request.tenant, deque()).append(sequence)
+            these = yielding if self._yields(sequence) else lines
+            these.setdefault(sequence.request.tenant, deque()).append(sequence)
         lines = {tenant: self._in_order(line) for tenant, line in lines.items()}
         decodes = Counter(item.sequence.request.tenant for item in chosen)
         self.fair_queue.begin(lines, decodes, self.pending.awaited_tenants())
         self._stopped.clear()
         self._touched = False
+        self._denied = None
         if self._claim not in candidates:
             self._claim = None
         plan: dict[SequenceState, Scheduled] = {}
@@ -189,7 +205,33 @@ class Scheduler:
         heavy = (tenant for tenant in lines if decoding > decodes[tenant] and self.fair_queue.is_heavy(tenant))
         left = dict.fromkeys(heavy, heavy_budget)
         self.fair_queue.hand_out(budget, lambda _, line, most: self._serve(line, most, plan), left)
+        if yielding:
+            budget -= sum(item.tokens for item in plan.values())
+            if any(not yields(item.sequence) for item in chosen):
+                budget = min(budget, max(1, heavy_budget // YIELDING_PART))
+            self._yielding_queue.begin(yielding, decodes)
+            self._yielding_queue.hand_out(budget, lambda _, line, most: self._serve(line, most, plan))
         chosen.extend(plan.values())
+
+    def _yields(self, sequence: SequenceState) -> bool:
+        """Return whether a sequence prefills after all others: none of those waits for its blocks."""
+        return yields(sequence) and not self.pending.awaited(sequence, lambda waiter: not yields(waiter))
+
+    def _make_way(self) -> list[SequenceState]:
+        """Preempt a sequence that yields, the last started, if another one waits for a slot or for blocks."""
+        denied = self._denied
+        waiting = denied if denied is not None and denied.request.request_id in self._waiting else None
+        if waiting is None and len(self.running) >= self._settings.max_num_seqs:
+            waiting = next((one for one in self.ready() if not yields(one)), None)
+        able = [one for one in self.running if yields(one)] if waiting is not None else []
+        if waiting is None or not able:
+            return []
+        needed = blocks_to_reserve(waiting, self._cache.block_size) - waiting.held_blocks_hint
+        fits = self._running.verdict(waiting.request.tenant, needed, 0) == "granted"
+        if fits and len(self.running) < self._settings.max_num_seqs:
+            return []
+        self._running.preempt(able[-1])
+        return able[-1:]
 
     def _serve(self, line: deque[SequenceState], limit: int, plan: dict[SequenceState, Scheduled]) -> int:
         """Plan up to ``limit`` tokens of a tenant's queue; return the number. Unfinished sequences stay queued."""
@@ -219,11 +261,16 @@ class Scheduler:
         others_turn = self._claim is not None and self._claim.request.tenant != tenant
         if self.preempted or others_turn or not self._has_slot(sequence):
             return False
+        if self._denied is not None and yields(sequence):
+            return False
         verdict = self._admit(sequence)
         # A sequence within its share that finds no blocks is not overtaken, or it might wait forever.
-        self._claim = sequence if verdict == "no_room" else None
+        if not yields(sequence):
+            self._claim = sequence if verdict == "no_room" else None
         if verdict in ("no_room", "over_share"):
             self._stopped.add(tenant)
+            if self._denied is None and not yields(sequence):
+                self._denied = sequence
             claimant = self._waiting.get(self._slot_claim or "")
             if claimant is not None and claimant.request.tenant == tenant:
                 self._slot_claim = None
@@ -237,7 +284,7 @@ class Scheduler:
         if self._slot_claim not in (None, request.request_id) and self._slot_claim in self._waiting:
             return False
         room = adapters.room(request.scope.lora)
-        self._slot_claim = None if room else request.request_id
+        self._slot_claim = None if room or yields(sequence) else request.request_id
         return room
 
     def rank(self, sequence: SequenceState) -> tuple[int, float]:

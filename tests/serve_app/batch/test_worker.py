@@ -23,7 +23,7 @@ def test_killed_runners_lose_and_repeat_no_line(tmp_path: Path) -> None:
 
 
 def test_a_runner_that_stops_hands_over_and_a_busy_server_is_asked_again(tmp_path: Path) -> None:
-    """Each line is refused once with a time to wait; an unknown tenant's batch waits for its tenant to come back."""
+    """Each line is refused once with a time to wait, and one fails; a batch waits for a tenant that is unknown now."""
     file, asked, known, some = tmp_path / "f", Counter[str](), {TENANTS[0]}, asyncio.Event()
 
     async def ask(tenant: str, path: str, body: bytes, request_id: str) -> Said:
@@ -33,6 +33,8 @@ def test_a_runner_that_stops_hands_over_and_a_busy_server_is_asked_again(tmp_pat
             some.set()
         if asked[prompt] == 1:
             return Said(429, b"{}", retry_after_s=0.001)
+        if asked[prompt] == 2 and prompt.endswith("100"):
+            return Said(500, b"{}")
         await asyncio.sleep(0.002)
         status = 400 if prompt.endswith("7") else 200
         return Said(status, json.dumps({"prompt": prompt}).encode())
