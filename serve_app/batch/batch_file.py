@@ -5,7 +5,6 @@ Source: OpenAI's Batch API guide, and its reference of the request input and out
 
 import codecs
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -65,11 +64,11 @@ def parse_line(line: bytes) -> BatchRequest:
     return BatchRequest.parse(line.removeprefix(codecs.BOM_UTF8))
 
 
-def read_batch_file(path: Path) -> list[BatchRequest]:
-    """Read a file. Raises InvalidRequest, which names the line, and OSError."""
+def read_lines(text: bytes) -> list[BatchRequest]:
+    """Parse a file of lines. Raises InvalidRequest, which names the line."""
     requests: list[BatchRequest] = []
     lines: dict[str, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -1,18 +1,23 @@
 """Runs a batch file on an engine in this process, with the server's preparation and answers."""
 
 import asyncio
-import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
 
+from router.protocol.block_hash import common_tokens
 from serve_app.api.format import AnswerHead, ErrorAnswer
-from serve_app.api.request import ignored_fields
+from serve_app.api.request import ChatRequest, ignored_fields
+from serve_app.batch.answered import Answered
 from serve_app.batch.batch_file import APIS, BatchRequest
+from serve_app.batch.order import LANES, Runner, as_given, beginnings, grouped
+from serve_app.cache_misses import REMEDIES, MissReason, SeenPrompt, explain, is_miss
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
@@ -33,17 +38,33 @@ from serve_app.replica.token_channel import TokenStream
 from serve_app.tenants import Tenants, load_secret
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
-logger = logging.getLogger(__name__)
+SEEN_PROMPTS = 1024
+"""Earlier prompts that a miss is compared with."""
+_SAVED = {"saved": "its system prompt was saved", "present": "its system prompt was saved already"}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A file's requests, ``at_once`` of them at a time; ``formatted``: their formatted prompts are told."""
+
+    requests: Sequence[BatchRequest]
+    at_once: int
+    formatted: bool = False
 
 
 async def run_batch(
     config: AppConfig,
     info: CheckpointInfo,
-    requests: Sequence[BatchRequest],
-    on_response: Callable[[dict[str, Any]], None],
+    jobs: Sequence[Job],
+    on_answer: Callable[[int, int, Answered], None],
+    *,
+    keep_order: bool = False,
+    explains: bool = False,
 ) -> None:
-    """Answer every request, even after failed ones; ``on_response`` gets each output line when it is ready.
+    """Answer every request of one file after the other, even after failed ones, on one engine.
 
+    ``on_answer`` gets the numbers of the file and of the request, and each answer when it is ready. ``keep_order``: in
+    the order of the file, else in the one that computes least. ``explains``: the reasons of misses are told.
     Raises ValueError for unusable settings, adapters or models.
     """
     tokenizer = await asyncio.to_thread(
@@ -54,12 +75,22 @@ async def run_batch(
         adapters = ReplicaAdapters(config, engine)
         await adapters.preload()
         engine.start()
-        batch = _Batch(config, info, tokenizer, engine, adapters)
-        answers = [asyncio.ensure_future(batch.answer(index, request)) for index, request in enumerate(requests)]
-        for answer in asyncio.as_completed(answers):
-            on_response(await answer)
+        batch = _Batch(config, info, tokenizer, engine, adapters, explains)
+        for at, job in enumerate(jobs):
+
+            async def answer(number: int, at: int = at, job: Job = job) -> None:
+                on_answer(at, number, await batch.answer(number, job.requests[number], formatted=job.formatted))
+
+            await run_job(job, answer, keep_order=keep_order)
     finally:
         await asyncio.to_thread(engine.stop)
+
+
+async def run_job(job: Job, answer: Callable[[int], Awaitable[None]], *, keep_order: bool) -> None:
+    """Call ``answer`` with the number of each request of a file."""
+    count = len(job.requests)
+    groups = as_given(count) if keep_order else grouped([beginnings(request.body) for request in job.requests])
+    await Runner(answer, lambda: job.at_once, lambda: LANES).run(groups)
 
 
 class _Batch:
@@ -72,7 +103,12 @@ class _Batch:
         tokenizer: PromptTokenizer,
         engine: Engine,
         adapters: ReplicaAdapters,
+        explains: bool,
     ) -> None:
+        self._tokenizer = tokenizer
+        self._block_size = config.block_size
+        self._explains = explains
+        self._seen: deque[SeenPrompt] = deque(maxlen=SEEN_PROMPTS)
         self._model = config.model_name
         self._engine = engine
         self._adapters = adapters
@@ -98,18 +134,26 @@ class _Batch:
             simulated=config.engine_traits.simulated,
         )
 
-    async def answer(self, index: int, request: BatchRequest) -> dict[str, Any]:
-        """Return a request's output line: its answer or its error."""
+    async def answer(self, index: int, request: BatchRequest, *, formatted: bool) -> Answered:
+        """Return a request's answer or its error."""
         answer_id = uuid.uuid4().hex
+        answered, begun_s = Answered(line={}), time.perf_counter()
         try:
-            answer = ErrorAnswer(200, await self._answer_body(index, request, answer_id))
+            answer = ErrorAnswer(200, await self._answer_body(index, request, answer_id, answered, formatted=formatted))
         except WarmpathError as error:
             answer = APIS[request.url][1]().error(error, answer_id)
-        return request.response(answer, answer_id)
+        answered.total_s = time.perf_counter() - begun_s
+        answered.line = request.response(answer, answer_id)
+        return answered
 
-    async def _answer_body(self, index: int, request: BatchRequest, answer_id: str) -> dict[str, Any]:
+    async def _answer_body(
+        self, index: int, request: BatchRequest, answer_id: str, answered: Answered, *, formatted: bool
+    ) -> dict[str, Any]:
         # The request's index is its seed, so that a file gives the same answers again.
         wanted = self._readers.checked(request.parse_body(self._model, seed=index))
+        if formatted and isinstance(wanted, ChatRequest):
+            rendered = await self._preparer.formatted(wanted, self._tenant.name)
+            answered.formatted_request, answered.formatted_system_prompt = rendered.text, rendered.system_text
         place = await self._places.enter(self._tenant.name, wanted.choices)
         try:
             generations = await self._preparer.prepare(wanted, self._tenant, answer_id)
@@ -117,15 +161,24 @@ class _Batch:
             usage = RequestUsage(wanted, generations)
             choices = [WholeChoice(tells_logprobs=wanted.logprobs is not None) for _ in generations]
             pieces = answer_pieces(generations, self, self._readers.of(wanted), place)
+            begun_s, first_s = time.perf_counter(), None
             async with aclosing(pieces):
                 async for piece in pieces:
                     usage.add(piece)
                     choices[piece.index].add(piece)
+                    if first_s is None and piece.first is not None:
+                        first_s = time.perf_counter()
+                        answered.save = _SAVED.get(piece.first.save.outcome, "") if piece.first.save is not None else ""
+                        answered.why = self._why(generations[piece.index], piece.first.cached_tokens)
+            if first_s is not None:
+                answered.prefill_s, answered.decode_s = first_s - begun_s, time.perf_counter() - first_s
         finally:
             place.give_back()
         warnings = save_warning(usage.save, usage.asked_by), ignored_fields(wanted.unknown), generations[0].warning
-        for warning in filter(None, warnings):
-            logger.warning("%s: %s", request.custom_id, warning)
+        answered.warning = "; ".join(filter(None, warnings))
+        total = usage.total()
+        answered.prompt_tokens, answered.cached_tokens = total.prompt_tokens, total.cached_tokens
+        answered.generated_tokens, answered.adapter = total.completion_tokens, wanted.lora_name or ""
         head = AnswerHead(
             answer_id,
             int(time.time()),
@@ -134,7 +187,24 @@ class _Batch:
             token_ids=told_ids(wanted, generations),
             shows_reasoning=wanted.include_reasoning,
         )
-        return APIS[request.url][1]().whole(head, [choice.choice() for choice in choices], usage.total())
+        return APIS[request.url][1]().whole(head, [choice.choice() for choice in choices], total)
+
+    def _why(self, generation: EngineRequest, cached_tokens: int) -> str:
+        """Return the reason of a miss, "" for a hit, and remember the prompt."""
+        if not self._explains:
+            return ""
+        prompt, earlier = (
+            SeenPrompt(generation.token_ids, generation.scope, generation.system_chars, 0.0),
+            [*self._seen],
+        )
+        self._seen.append(prompt)
+        reason: MissReason | None = None
+        if is_miss(len(prompt.ids), cached_tokens):
+            reason = explain(prompt, cached_tokens, earlier, self._tokenizer.text_of).reason
+        if not cached_tokens and reason in (None, "never_seen"):  # too short for that explanation
+            alike = {seen.cache for seen in earlier if common_tokens(prompt.ids, seen.ids) >= self._block_size}
+            reason = "never_seen" if not alike else "evicted" if prompt.cache in alike else "adapter"
+        return f"{reason}: {REMEDIES[reason]}" if reason is not None else ""
 
     async def generate(
         self, generation: EngineRequest, *, take: TakeOutput | None = None

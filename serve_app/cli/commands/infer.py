@@ -1,72 +1,215 @@
-"""`warmpath infer`: answer OpenAI's batch file without a server, into a file of responses."""
+"""`warmpath infer`: answer files of requests, of OpenAI's or TensorRT Edge-LLM's form, into files of responses."""
 
 import asyncio
 import json
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serve_app.cli.console import console, fail
+from serve_app.cli.console import console, fail, harmless
 from serve_app.config.files import load_settings
 from serve_app.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from serve_app.batch.answered import Answered
+    from serve_app.batch.batch_file import BatchRequest
+    from serve_app.batch.edge_file import EdgeFile
+
+
+@dataclass
+class _File:
+    """An input file, ``edge``: in TensorRT Edge-LLM's form, and its output."""
+
+    path: Path
+    output: Path
+    requests: "list[BatchRequest]"
+    edge: "EdgeFile | None"
+    answered: "dict[int, Answered]" = field(default_factory=dict)
+
 
 def infer(
-    input_file: Annotated[Path, typer.Option(help="OpenAI's batch file: one request per line (docs/how-to/batch.md)")],
-    output_file: Annotated[Path, typer.Option(help="file for the responses, one per line, in the order of completion")],
-    model: Annotated[str | None, typer.Option(help="a model as for `warmpath serve`")] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="requests: OpenAI's batch lines, or TensorRT Edge-LLM's JSON (docs/how-to/batch.md)"),
+    ] = None,
+    input_file: Annotated[Path | None, typer.Option(help="a file of requests, as the argument")] = None,
+    output_file: Annotated[
+        Path | None, typer.Option(help="file for the responses of one input; default: NAME.responses.json beside it")
+    ] = None,
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", help="file for tokens and times of prefill and generation, as JSON")
+    ] = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="tell hit or miss, reused and computed tokens, and why, by request")
+    ] = False,
+    keep_order: Annotated[
+        bool, typer.Option("--keep-order", help="in the file's order; default: the one that computes least")
+    ] = False,
+    url: Annotated[
+        str | None, typer.Option(envvar="WARMPATH_URL", help="a running server, without /v1; default: in this process")
+    ] = None,
+    api_key: Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="a tenant's key for the server")] = "",
+    model: Annotated[
+        str | None, typer.Option(help="a model as for `warmpath serve`; with --url, one it serves")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit of a hub id")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML or JSON file of settings")] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE, a setting of `warmpath settings`; repeatable")
     ] = None,
 ) -> None:
-    """Answer a file of requests in this process, without a server; exits with 1 if one failed."""
-    # These imports take seconds, which `warmpath --help` should not need.
-    from serve_app.batch.batch_file import read_batch_file
-    from serve_app.batch.run import run_batch
-    from serve_app.checkpoints.sources import load_served_model, with_local_model
-
+    """Answer files of requests in this process, without a server, or by one; exits with 1 if a request failed."""
     logger = logging.getLogger("serve_app")
     logger.handlers, logger.propagate = [RichHandler(console=console, show_path=False, show_time=False)], False
-    try:
-        requests = read_batch_file(input_file)
-    except (OSError, InvalidRequest) as error:
-        fail(f"{input_file}: {error}")
-    responses: list[dict[str, Any]] = []
+    inputs = [*(files or ()), *([input_file] if input_file is not None else [])]
+    if not inputs:
+        fail("name a file of requests: warmpath infer FILE")
+    if output_file is not None and len(inputs) > 1:
+        fail("--output-file is for one input; each of several gets a file beside it")
+    asked = [_read(path, output_file) for path in inputs]
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    outputs: dict[int, Any] = {}
     try:
-        settings = load_settings(config, setting or [], model=model, revision=revision, replicas=1, tenants=[])
-        settings = with_local_model(settings, console.print)
-        info = load_served_model(settings)
-        with (
-            output_file.open("w") as output,
-            Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
-        ):
-            bar = progress.add_task(settings.model_name, total=len(requests))
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("requests", total=sum(len(file.requests) for file in asked))
 
-            def write(line: dict[str, Any]) -> None:
-                print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
-                responses.append(line)
+            def take(at: int, number: int, answered: "Answered") -> None:
+                file = asked[at]
+                file.answered[number] = answered
+                if file.edge is None:  # lines come in the order of completion
+                    if at not in outputs:
+                        outputs[at] = file.output.open("w")
+                    print(json.dumps(answered.line, ensure_ascii=False), file=outputs[at], flush=True)
+                if answered.warning:
+                    logger.warning("%s: %s", answered.line["custom_id"], answered.warning)
+                if debug and answered.ok:
+                    console.print(harmless(answered.told()), soft_wrap=True)
                 progress.advance(bar)
 
-            asyncio.run(run_batch(settings, info, requests, write))
+            if url is not None:
+                asyncio.run(_remotely(url.rstrip("/"), api_key, model, asked, take, keep_order=keep_order, debug=debug))
+            else:
+                _here(asked, take, model, revision, config, setting or [], keep_order=keep_order, debug=debug)
+        for file in asked:
+            if file.edge is not None:
+                responses = file.edge.responses([file.answered[number] for number in range(len(file.requests))])
+                file.output.write_text(json.dumps(responses, ensure_ascii=False, indent=2) + "\n")
+        _report(asked, profile_file)
     except (OSError, ValueError) as error:
         fail(str(error))
-    bodies = [line["response"]["body"] for line in responses]
-    usages = [body["usage"] for body in bodies if "usage" in body]
-    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
-    computed = sum(usage["prompt_tokens"] for usage in usages) - cached
+    finally:
+        for output in outputs.values():
+            output.close()
+
+
+def _read(path: Path, output: Path | None) -> _File:
+    from serve_app.batch.batch_file import read_lines
+    from serve_app.batch.edge_file import read_edge_file
+
+    try:
+        text = path.read_bytes()
+        edge = read_edge_file(path, text)
+        requests = read_lines(text) if edge is None else edge.requests
+    except (OSError, InvalidRequest) as error:
+        fail(f"{path}: {error}")
+    if edge is not None and edge.unread:
+        console.print(harmless(f"{path}: unknown fields ignored: {', '.join(edge.unread)}"), soft_wrap=True)
+    ending = ".json" if edge is not None else ".jsonl"
+    return _File(path, output or path.with_name(f"{path.stem}.responses{ending}"), requests, edge)
+
+
+Take = Callable[[int, int, "Answered"], None]
+
+
+def _here(
+    asked: list[_File],
+    take: Take,
+    model: str | None,
+    revision: str | None,
+    config: Path | None,
+    setting: list[str],
+    *,
+    keep_order: bool,
+    debug: bool,
+) -> None:
+    """Answer the files by an engine in this process. Raises ValueError."""
+    # These imports take seconds, which `warmpath --help` should not need.
+    from serve_app.batch.edge_file import DEFAULT_MAX_GENERATE_LENGTH
+    from serve_app.batch.run import Job, run_batch
+    from serve_app.checkpoints.sources import load_served_model, with_local_model
+
+    adapters: dict[str, Path] = {}
+    for file in asked:
+        for name, path in (file.edge.adapters if file.edge is not None else {}).items():
+            if adapters.setdefault(name, path) != path:
+                raise ValueError(f"two files give the adapter {name!r} different paths; answer them one by one")
+    settings = load_settings(config, setting, model=model, revision=revision, replicas=1, tenants=[])
+    if adapters:
+        settings = settings.model_copy(update={"lora_adapters": {**settings.lora_adapters, **adapters}})
+    if any(file.edge is not None for file in asked) and "default_max_tokens" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"default_max_tokens": DEFAULT_MAX_GENERATE_LENGTH})
+    settings = with_local_model(settings, console.print)
+    info = load_served_model(settings)
+    most = min(settings.max_num_seqs, settings.max_waiting_requests)
+    jobs = [
+        Job(file.requests, most if file.edge is None else min(most, file.edge.batch_size), file.edge is not None)
+        for file in asked
+    ]
+    asyncio.run(run_batch(settings, info, jobs, take, keep_order=keep_order, explains=debug))
+
+
+async def _remotely(
+    url: str, api_key: str, model: str | None, asked: list[_File], take: Take, *, keep_order: bool, debug: bool
+) -> None:
+    """Answer the files by a running server. Raises ServerUnusable."""
+    import httpx
+
+    from serve_app.batch.client import TIMEOUT_S, RemoteBatch, at_once_of, open_server
+    from serve_app.batch.edge_file import DEFAULT_MAX_GENERATE_LENGTH
+    from serve_app.batch.run import Job, run_job
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
+        adapters = {name: path for file in asked if file.edge is not None for name, path in file.edge.adapters.items()}
+        served = await open_server(client, adapters)
+        remote = RemoteBatch(client, model or served, explains=debug)
+        for at, file in enumerate(asked):
+            if file.edge is not None:
+                for request in file.requests:
+                    request.body.setdefault("max_tokens", DEFAULT_MAX_GENERATE_LENGTH)
+
+            async def answer(number: int, at: int = at, file: _File = file) -> None:
+                take(at, number, await remote.answer(number, file.requests[number]))
+
+            at_once = at_once_of(file.requests) if file.edge is None else file.edge.batch_size
+            await run_job(Job(file.requests, at_once), answer, keep_order=keep_order)
+
+
+def _report(asked: list[_File], profile_file: Path | None) -> None:
+    """Write the profile, tell what was reused and what failed; exit with 1 if a request failed."""
+    from serve_app.batch.answered import profile
+    from serve_app.batch.edge_file import error_of
+
+    answered = [file.answered[number] for file in asked for number in sorted(file.answered)]
+    if profile_file is not None:
+        profile_file.write_text(json.dumps(profile(answered), ensure_ascii=False, indent=2) + "\n")
+    done = [one for one in answered if one.ok]
+    cached = sum(one.cached_tokens for one in done)
+    computed = sum(one.prompt_tokens for one in done) - cached
     console.print(
-        f"{len(usages)} of {len(bodies)} requests answered; prompt tokens: {cached} reused, {computed} computed"
+        f"{len(done)} of {len(answered)} requests answered; prompt tokens: {cached} reused, {computed} computed"
     )
-    for line, body in zip(responses, bodies, strict=True):
-        if "error" in body:
-            failure = f"failed: {line['custom_id']}: {body['error']['message']}"
-            console.print(failure, style="red", soft_wrap=True)
-    if len(usages) < len(bodies):
+    for file in asked:
+        for one in file.answered.values():
+            if not one.ok:
+                body = one.line["response"]["body"]
+                said = error_of(body) if file.edge is not None else body["error"]["message"]
+                console.print(harmless(f"failed: {one.line['custom_id']}: {said}"), style="red", soft_wrap=True)
+    if len(done) < len(answered):
         raise typer.Exit(1)

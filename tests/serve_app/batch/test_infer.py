@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
-from serve_app.batch.batch_file import read_batch_file
+from serve_app.batch.batch_file import read_lines
 from serve_app.cli.main import app
 from tests.serve_app.engine.adapters import save_adapter
 
@@ -139,7 +140,7 @@ def test_adapters_are_the_settings_and_share_no_kv(runner: Runner, tmp_path: Pat
         ("", "It holds no request"),
         (chat("a", "x") + "\n[1]", "line 2: The body must be a JSON object"),
         ("{", "line 1: The body is not valid JSON"),
-        ('{"requests": []}', "line 1: custom_id is missing"),
+        ('{"requests": []}', "requests must be a list of at least one request"),
         (line("", CHAT), "line 1: custom_id must be a string that is not empty"),
         (line("a", "/v1/embeddings"), "line 1: url must be one of /v1/chat/completions, /v1/completions"),
         (line("a").replace("POST", "GET"), 'line 1: method must be "POST"'),
@@ -158,7 +159,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_request(tmp_path: Path) -> No
     """Editors on Windows write one."""
     file = tmp_path / "in.jsonl"
     file.write_text(chat("a", "Hi") + "\n" + chat("b", "Ho"), encoding="utf-8-sig")
-    assert [request.custom_id for request in read_batch_file(file)] == ["a", "b"]
+    assert [request.custom_id for request in read_lines(file.read_bytes())] == ["a", "b"]
 
 
 def test_prompts_are_scored_as_transformers_does(runner: Runner) -> None:
@@ -219,3 +220,111 @@ def test_prompts_are_scored_as_transformers_does(runner: Runner) -> None:
     body = responses["chat"]["body"]
     assert body["prompt_logprobs"][0] is None
     assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+
+
+class Edge:
+    """Runs files of TensorRT Edge-LLM's form, as one command."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def run(self, *files: Any, flags: str = "") -> tuple[str, list[dict[str, Any]], int]:
+        """Return what the command says, the responses of all files, and its status."""
+        folder, names = self.runner.folder, []
+        for number, given in enumerate(files):
+            names.append(folder / f"edge{number}.json")
+            names[-1].write_text(given if isinstance(given, str) else json.dumps(given), encoding="utf-8-sig")
+        where = [] if "--url" in flags else ["--model", str(self.runner.model), "--set", "block_size=4"]
+        result = CliRunner().invoke(app, ["infer", *map(str, names), *where, *shlex.split(flags)])
+        outputs = [name.with_name(f"{name.stem}.responses.json") for name in names]
+        found = [json.loads(output.read_text()) for output in outputs if output.exists()]
+        assert all(output["input_file"] == str(name) for output, name in zip(found, names, strict=False))
+        return said(result), [one for output in found for one in output["responses"]], result.exit_code
+
+
+def asked(question: str, system: str = str(SYSTEM["content"]), **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    return {"messages": messages, **fields}
+
+
+def test_the_three_examples_of_tensorrt_edge_llm_run_as_printed(runner: Runner) -> None:
+    """A save, its reuse without a flag by the next file, and an adapter with an entry of its own. docs: batch"""
+    adapter = save_adapter(runner.model, runner.folder / "french", seed=1) / "adapter_model.safetensors"
+    profile = runner.folder / "profile.json"
+    files = (
+        {"requests": [asked("How do I read a CSV file?", save_system_prompt_kv_cache=True)]},
+        {"requests": [asked("How do I write JSON?")]},
+        {
+            "available_lora_weights": {"french": str(adapter)},
+            "requests": [asked("Hello", lora_name="french", save_system_prompt_kv_cache=True)],
+        },
+    )
+    told, responses, status = Edge(runner).run(*files, flags=f"--debug --profile {profile}")
+    assert status == 0, told
+    assert "0: miss, 0 prompt tokens reused" in told and "its system prompt was saved; never_seen" in told
+    assert "0: hit, " in told
+    assert "0 (adapter french): miss, 0 prompt tokens reused" in told and "saved; adapter: Each LoRA adapter" in told
+    assert [one["request_idx"] for one in responses] == [0, 0, 0]
+    assert {one["finish_reason"] for one in responses} <= {"stop", "length"}
+    for one, file in zip(responses, files, strict=True):
+        assert one["messages"] == file["requests"][0]["messages"]  # type: ignore[index]
+        assert str(SYSTEM["content"]) in one["formatted_system_prompt"]
+        assert one["formatted_complete_request"].startswith(one["formatted_system_prompt"])
+    figures = json.loads(profile.read_text())
+    one, two, three = figures["requests"]
+    assert (one["reused_tokens"], three["reused_tokens"]) == (0, 0) and two["reused_tokens"] > 0
+    assert figures["prefill"]["reused_tokens"] == two["reused_tokens"]
+    assert figures["prefill"]["computed_tokens"] == sum(each["computed_tokens"] for each in figures["requests"])
+    assert figures["prefill"]["total_runs"] == figures["generation"]["total_runs"] == 3
+    assert all(each["prefill_ms"] > 0 and each["generation_ms"] > 0 for each in figures["requests"])
+    assert figures["generation"]["generated_tokens"] > 0 and figures["prefill"]["tokens_per_second"] > 0
+
+
+def test_edge_llms_fields_have_their_effect(runner: Runner) -> None:
+    """Sampling, lengths, templates and sizes of the file; what nothing reads is told; what fails is named."""
+    file = {
+        "batch_size": 2, "temperature": 0.0, "top_k": 1, "top_p": 1.0, "max_generate_length": 3,
+        "apply_chat_template": False, "input_dir": "x",
+        "requests": [asked("a", stop="zzz"), asked("b", lora_name="", top_logits=1), {"messages": []}, asked("c")],
+    }  # fmt: skip
+    told, responses, status = Edge(runner).run(file)
+    assert status == 1
+    assert "unknown fields ignored: input_dir, requests[].top_logits" in told
+    assert "failed: 2: messages must be a list of at least one message." in told
+    assert [(one["request_idx"], one["batch_idx"]) for one in responses] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert [one["finish_reason"] for one in responses] == ["length", "length", "error", "length"]
+    assert responses[0]["formatted_complete_request"] == str(SYSTEM["content"]) + "a"
+    again = Edge(runner).run(file)[1]
+    assert again == responses
+    long = Edge(runner).run({"max_generate_length": 10**6, "requests": [asked("a")]})
+    assert "max_generate_length" in long[1][0]["output_text"] and "max_tokens" not in long[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"requests": [1]}', "requests[0] must be an object with messages"),
+        ('{"requests": [{"messages": []}], "batch_size": 0}', "batch_size must be a whole number from 1"),
+        ('{"requests": [{"messages": [], "lora_name": "x"}]}', "lora_name 'x' is not in available_lora_weights"),
+        ('{"requests": [{"messages": []}], "available_lora_weights": {"x": "/none"}}', "no adapter_model.safetensors"),
+    ],
+)
+def test_a_file_of_edge_llm_that_cannot_be_run_is_refused_whole(runner: Runner, text: str, sentence: str) -> None:
+    told, responses, status = Edge(runner).run(text)
+    assert (status, responses) == (2, []) and sentence in told
+
+
+def test_the_order_is_the_one_that_computes_least_unless_it_is_kept(runner: Runner) -> None:
+    """Prompts in turn, in a pool for two of them; the answers are the same."""
+    systems = [f"{name} knows {'all about it ' * 90}" for name in ("Ada", "Bob", "Cleo", "Dan")]
+    requests = [asked(f"Question {number}?", systems[number % 4]) for number in range(12)]
+    file = {"temperature": 0, "max_generate_length": 2, "requests": requests}
+    found = {}
+    for flags in ("", "--keep-order"):
+        told, responses, status = Edge(runner).run(file, flags=f"{flags} --set num_blocks=200 --set dtype=float32")
+        assert status == 0, told
+        match = re.search(r"(\d+) reused, (\d+) computed", told)
+        assert match is not None
+        found[flags] = (int(match[2]), [one["output_text"] for one in responses])
+    assert found[""][0] * 2 < found["--keep-order"][0]
+    assert found[""][1] == found["--keep-order"][1]
