@@ -84,7 +84,7 @@ def _alike(one: bytes, other: bytes) -> bool:
 class Runner:
     """Runs groups in their order, ``at_once()`` requests of ``lanes()`` groups at a time.
 
-    ``work`` answers one request, and never fails; ``ready`` is awaited before each start.
+    ``work`` answers one request, and never fails; ``ready`` is awaited before it.
     """
 
     work: Callable[[int], Awaitable[None]]

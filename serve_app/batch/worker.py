@@ -7,6 +7,7 @@ the same path as a client's. Knows neither HTTP nor engines.
 import asyncio
 import logging
 import secrets
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -63,6 +64,7 @@ class _Line:
 
     start: int
     length: int
+    model: str
     beginnings: bytes
 
 
@@ -81,7 +83,8 @@ class _Run:
 
 @dataclass(eq=False)
 class Worker:
-    """One ingress' runner of batches. ``knows``: whether a tenant exists; ``quiet``: whether its work may start now.
+    """One ingress' runner of batches. ``knows``: whether a tenant exists; ``quiet``: whether its work may start now,
+    for a model.
 
     ``at_once``: the number of requests for all batches together; ``lanes``: of beginnings in progress.
     """
@@ -90,7 +93,7 @@ class Worker:
     name: str
     ask: Ask
     knows: Callable[[str], bool]
-    quiet: Callable[[str], bool]
+    quiet: Callable[[str, str], bool]
     at_once: Callable[[], int]
     lanes: Callable[[], int]
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -261,7 +264,7 @@ class Worker:
         batch, files = run.batch, self.batches.files
         seen: dict[str, int] = {}
         errors: list[LineError] = []
-        models: set[Any] = set()
+        models: set[str] = set()
         number = 0
         async for lines in lines_of(files.content(run.tenant, batch.content, batch.size)):
             # Parsing is work of milliseconds for a chunk.
@@ -276,8 +279,9 @@ class Worker:
                     errors.append(LineError("duplicate_custom_id", message, number, "custom_id"))
                 else:
                     seen[request.custom_id] = number
-                    models.add(str(request.body.get("model")))
-                    run.lines.append(_Line(start, len(raw), await asyncio.to_thread(beginnings, request.body)))
+                    model = sys.intern(str(request.body.get("model")))
+                    models.add(model)
+                    run.lines.append(_Line(start, len(raw), model, await asyncio.to_thread(beginnings, request.body)))
             if len(errors) >= MAX_ERRORS:
                 return errors[:MAX_ERRORS]
             if len(run.lines) > MAX_LINES and not batch.anthropic:
@@ -294,9 +298,10 @@ class Worker:
         left = [number for number in range(len(run.lines)) if number not in done]
         groups = grouped([run.lines[number].beginnings for number in left])
 
-        async def quiet() -> None:
+        async def quiet(at: int) -> None:
+            model = run.lines[left[at]].model
             while True:
-                if self.quiet(run.tenant):
+                if self.quiet(run.tenant, model):
                     return
                 await asyncio.sleep(QUIET_S)
 

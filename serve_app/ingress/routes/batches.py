@@ -14,9 +14,10 @@ from serve_app.batch.wire import BatchBody, MessageBatchBody, PageQuery, anthrop
 from serve_app.errors import InvalidRequest, NotFound
 from serve_app.ingress.batches import BatchDesk
 from serve_app.ingress.http import WARNING, body_parts, json_response, read_body
+from serve_app.ingress.models import BODIES
 from serve_app.ingress.multipart import read_form
 from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, takes
-from serve_app.ingress.services import BODIES, Services
+from serve_app.ingress.services import Services
 
 router = APIRouter(tags=["batches"])
 
@@ -59,7 +60,7 @@ async def create_file(request: Request, services: Front) -> Response:
             raise InvalidRequest("The form holds two files; send one.", param="file")
         content = (filename, *await desk.files.write(tenant, parts, desk.objects.ttl_s))
 
-    with services.access.front_door.arrive(tenant):
+    with services.completions.arrive(services.access.guard.tenant(request)):
         try:
             too_large = f"A file may have {MAX_FILE_BYTES >> 20} MiB; send several."
             parts = body_parts(request, MAX_FILE_BYTES + (1 << 20), too_large)
@@ -126,7 +127,7 @@ async def delete_file(request: Request, services: Front, file_id: str) -> Respon
 async def create_batch(request: Request, services: Front) -> Response:
     """Answer an uploaded file's requests, when nothing else waits; the results are files."""
     desk, tenant = _desk(request, services)
-    with services.access.front_door.arrive(tenant) as arrival:
+    with services.completions.arrive(services.access.guard.tenant(request)) as arrival:
         raw = await read_body(request, services.config.max_body_bytes, arrival.grow)
         body = BatchBody.parse(raw)
         try:
@@ -187,7 +188,7 @@ async def cancel_batch(request: Request, services: Front, batch_id: str) -> Resp
 async def create_message_batch(request: Request, services: Front) -> Response:
     """Answer many messages, when nothing else waits."""
     desk, tenant = _desk(request, services)
-    with services.access.front_door.arrive(tenant) as arrival:
+    with services.completions.arrive(services.access.guard.tenant(request)) as arrival:
         raw = await read_body(request, BODIES // 2 * services.config.max_body_bytes, arrival.grow)
         workers = services.completions.workers
         body = await workers.run(tenant, len(raw), MessageBatchBody.parse, raw)

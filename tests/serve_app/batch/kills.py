@@ -45,7 +45,7 @@ async def run(batches: Batches) -> None:
         answer = {"tenant": tenant, "prompt": text, "id": request_id, "usage": {"prompt_tokens": 1}}
         return Said(400 if bad else 200, json.dumps(answer).encode())
 
-    one = Worker(batches, "runner", ask, lambda _: True, lambda _: True, lambda: 8, lambda: 2)
+    one = Worker(batches, "runner", ask, lambda _: True, lambda *_: True, lambda: 8, lambda: 2)
     one.start()
     await asyncio.Event().wait()
 

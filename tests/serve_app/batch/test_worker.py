@@ -41,7 +41,7 @@ def test_a_runner_that_stops_hands_over_and_a_busy_server_is_asked_again(tmp_pat
 
     def runner(name: str) -> Worker:
         batches = opened(file, None)
-        return Worker(batches, name, ask, known.__contains__, lambda _: True, lambda: 16, lambda: 2)
+        return Worker(batches, name, ask, known.__contains__, lambda *_: True, lambda: 16, lambda: 2)
 
     async def run() -> Counter[str]:
         made = await submitted(file, None)

@@ -1,0 +1,313 @@
+"""A batch of shuffled requests over many prompts beside interactive ones: the tokens computed, and who waits.
+
+Simulated: replicas are the real scheduler and prefix cache with a cost model, in virtual time. Router, order of the
+batch's lines and the rule for their start are the real code. "file order" starts the same lines in the file's order.
+"""
+
+import asyncio
+import selectors
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from benchmarks.common.report import parser_of, percentile, progress, spread, write
+from router.core import RoutingCore
+from router.protocol.block_hash import PrefixScope, TokenArray
+from router.protocol.events import LoadReport
+from router.settings import RouterSettings
+from serve_app.batch.order import LANES, Runner, as_given, beginnings, grouped
+from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.engine.protocol import EngineRequest, SamplingParams
+from serve_app.engine.runner.simulated_runner import CostModel
+from serve_app.engine.scheduling.scheduler import Scheduler
+from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.settings import EngineSettings
+
+SECRET = b"batches benchmark"
+FLEX = 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A batch of ``lines`` over ``prompts``, in a pool for ``pool_prompts`` on each replica; interactive chats."""
+
+    replicas: int = 2
+    prompts: int = 50
+    prompt_tokens: int = 2048
+    lines: int = 2000
+    question_tokens: int = 48
+    answer_tokens: int = 32
+    pool_prompts: int = 10
+    max_num_seqs: int = 64
+    prefill_tokens_per_s: float = 10_000.0
+    chats_per_s: float = 2.0
+    chat_prompts: int = 4
+    chat_tokens: int = 1024
+    chat_answer_tokens: int = 64
+    seed: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of a replica's pool."""
+        return self.pool_prompts * self.prompt_tokens // 16
+
+    @property
+    def least_tokens(self) -> int:
+        """The tokens that a batch needs if each prompt is computed once, by whole blocks."""
+        return self.prompts * self.prompt_tokens + self.lines * self.question_tokens
+
+
+class _Waits(selectors.SelectSelector):
+    """Nothing to wait for but the time, which passes at once."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now_s += max(0.0, timeout or 0.0)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop in virtual time."""
+
+    def __init__(self) -> None:
+        self.waits = _Waits()
+        super().__init__(self.waits)
+
+    def time(self) -> float:
+        """Return the virtual time."""
+        now_s: float = self.waits.now_s
+        return now_s
+
+
+@dataclass(eq=False)
+class Replica:
+    """One replica: it computes steps while it has work."""
+
+    name: str
+    workload: Workload
+    core: RoutingCore
+    clock: VirtualLoop
+    computed: int = 0
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    ends: dict[str, asyncio.Future[float]] = field(default_factory=dict)
+    """By request: its time to first token, at its end."""
+    first_s: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        settings = EngineSettings(num_blocks=self.workload.num_blocks, max_num_seqs=self.workload.max_num_seqs)
+        self.cache = PrefixCache(settings.num_blocks, settings.block_size, clock=self.clock.time)
+        self.scheduler = Scheduler(settings, self.cache)
+        self.cost = CostModel(prefill_tokens_per_s=self.workload.prefill_tokens_per_s)
+        self.admitted = 0
+
+    async def answer(self, request: EngineRequest) -> float:
+        """Answer a request; return its time to first token."""
+        sequence = SequenceState(request, lambda _: None, request.block_hashes, self.clock.time())
+        if request.decision is not None:
+            self.admitted = max(self.admitted, request.decision.reservation)
+        self.scheduler.add(sequence)
+        end = self.ends[request.request_id] = asyncio.get_running_loop().create_future()
+        self.news.set()
+        return await end
+
+    async def run(self) -> None:
+        """Compute."""
+        decode_step_s = self.cost.step_s(0, 1)
+        while True:
+            chosen = self.scheduler.schedule(self.cost.prefill_tokens_per_s, decode_step_s)
+            if not chosen and not self.scheduler.preempted:
+                self.news.clear()
+                self.report()
+                await self.news.wait()
+                continue
+            segments = [item.sequence.segment(item.tokens) for item in chosen]
+            decodes = sum(segment.start > 0 and len(segment.token_ids) == 1 for segment in segments)
+            prefill = sum(item.tokens for item in chosen) - decodes
+            await asyncio.sleep(self.cost.step_s(prefill, decodes))
+            for item, segment in zip(chosen, segments, strict=True):
+                sequence, name = item.sequence, item.sequence.request.request_id
+                if item.sequence.prefilling and sequence.request.order == FLEX:
+                    self.computed += item.tokens
+                self.scheduler.computed(item)
+                if segment.sampling is None:
+                    continue
+                if name not in self.first_s:
+                    self.first_s[name] = self.clock.time() - sequence.arrival_s
+                    if sequence.request.decision is not None:
+                        self.core.release(sequence.request.decision)
+                if sequence.append_token(7):
+                    self.scheduler.remove(sequence)
+                    self.ends.pop(name).set_result(self.first_s[name])
+            self.report()
+
+    def report(self) -> None:
+        """Tell the router of blocks and load."""
+        scheduler, waiting = self.scheduler, [*self.scheduler.waiting]
+        prefilling = [sequence for sequence in scheduler.running if sequence.prefilling]
+        queued = sum(sequence.uncached_tokens(16) for sequence in (*waiting, *prefilling))
+        load = LoadReport(
+            queued, len(scheduler.running), len(waiting), self.workload.max_num_seqs, 256,
+            self.cost.prefill_tokens_per_s, {self.core.router_id: self.admitted}, taken_at_s=self.clock.time(),
+        )  # fmt: skip
+        self.core.apply(self.name, (*self.cache.take_events(), load))
+
+
+class Cluster:
+    """Replicas behind one router."""
+
+    def __init__(self, workload: Workload, clock: VirtualLoop) -> None:
+        self.workload = workload
+        names = [f"replica-{number}" for number in range(workload.replicas)]
+        self.core = RoutingCore("router", RouterSettings(), clock=clock.time, rng=Random(workload.seed))
+        self.core.update_replicas(names)
+        self.replicas = {name: Replica(name, workload, self.core, clock) for name in names}
+        for replica in self.replicas.values():
+            replica.report()
+        self.asking = self.chatting = 0
+
+    async def ask(self, name: str, tenant: str, ids: TokenArray, answer_tokens: int, order: int) -> float:
+        """Route a request and return its time to first token."""
+        scope = PrefixScope("batches", salt=tenant.encode())
+        root = scope.root(SECRET)
+        chain = next(iter(self.replicas.values())).cache.prompt_chain(scope, root, ids)
+        request = EngineRequest(
+            name, block_hashes=chain, tenant=tenant, token_ids=ids, scope=scope, root=root, placement_key=chain[:16],
+            sampling=SamplingParams(answer_tokens), order=order,
+        )  # fmt: skip
+        decision = self.core.decide(request)
+        assert decision is not None
+        replica = self.replicas[decision.replica_id]
+        return await replica.answer(structs.replace(request, decision=decision))
+
+    async def quiet(self, _: int) -> None:
+        """Wait until a batch's line may start: a quarter of the places is free, and no others wait at replicas."""
+        places = self.workload.replicas * self.workload.max_num_seqs
+        while True:
+            if self.asking + self.chatting < places * 3 // 4 and self.core.waiting() <= self.asking:
+                return
+            await asyncio.sleep(0.02)
+
+
+def tokens(seed: str, count: int) -> TokenArray:
+    """Return a prompt's tokens."""
+    return np.random.default_rng(list(seed.encode())).integers(0, 32_000, count, dtype=np.int32)
+
+
+async def batch(cluster: Cluster, *, in_order: bool) -> None:
+    """Run the batch."""
+    workload = cluster.workload
+    lines = [(number % workload.prompts, number) for number in range(workload.lines)]
+    Random(workload.seed).shuffle(lines)
+    prompts = [tokens(f"prompt {number}", workload.prompt_tokens) for number in range(workload.prompts)]
+    texts = [" ".join(map(str, prompt.tolist())) for prompt in prompts]
+    chains = [beginnings({"messages": [texts[prompt], f"question {number}"]}) for prompt, number in lines]
+
+    async def work(at: int) -> None:
+        prompt, number = lines[at]
+        ids = np.concatenate([prompts[prompt], tokens(f"question {number}", workload.question_tokens)])
+        cluster.asking += 1
+        await cluster.ask(f"line {number}", "batch", ids, workload.answer_tokens, FLEX)
+        cluster.asking -= 1
+
+    at_once = workload.replicas * workload.max_num_seqs * 3 // 4
+    runner = Runner(work, lambda: at_once, lambda: LANES * workload.replicas, cluster.quiet)
+    await runner.run(grouped(chains) if in_order else as_given(len(lines)))
+
+
+async def chats(cluster: Cluster, seconds: float | None, over: asyncio.Event) -> tuple[list[float], list[float]]:
+    """Send chats at random times for ``seconds``, or until it is ``over``; return times to first token and whole."""
+    workload, rng = cluster.workload, Random(f"chats {cluster.workload.seed}")
+    loop, first, whole = asyncio.get_running_loop(), list[float](), list[float]()
+    end_s = loop.time() + seconds if seconds is not None else float("inf")
+
+    async def one(number: int) -> None:
+        system = tokens(f"chat {rng.randrange(workload.chat_prompts)}", workload.chat_tokens)
+        ids = np.concatenate([system, tokens(f"chat question {number}", workload.question_tokens)])
+        begun_s = loop.time()
+        cluster.chatting += 1
+        first.append(await cluster.ask(f"chat {number}", "chat", ids, workload.chat_answer_tokens, 0))
+        cluster.chatting -= 1
+        whole.append(loop.time() - begun_s)
+
+    tasks: list[asyncio.Task[None]] = []
+    while loop.time() < end_s and not over.is_set():
+        tasks.append(asyncio.create_task(one(len(tasks))))
+        await asyncio.sleep(rng.expovariate(workload.chats_per_s))
+    await asyncio.gather(*tasks)
+    return first, whole
+
+
+def case(workload: Workload, *, batched: bool, in_order: bool, chatting: bool) -> dict[str, Any]:
+    """Run one case in a fresh cluster."""
+    loop = VirtualLoop()
+
+    async def run() -> dict[str, Any]:
+        cluster, over = Cluster(workload, loop), asyncio.Event()
+        replicas = [asyncio.create_task(replica.run()) for replica in cluster.replicas.values()]
+        found: dict[str, Any] = {}
+        talk = asyncio.create_task(chats(cluster, None if batched else 300.0, over)) if chatting else None
+        if batched:
+            await batch(cluster, in_order=in_order)
+            found["batch_s"] = loop.time()
+            found["computed_tokens"] = sum(replica.computed for replica in cluster.replicas.values())
+            found["computed_to_least"] = found["computed_tokens"] / workload.least_tokens
+            over.set()
+        if talk is not None:
+            first, whole = await talk
+            found |= {"chats": len(first), "ttft_s": spread(first), "answer_s": spread(whole)}
+            found |= {"ttft_p99_s": percentile(first, 99), "answer_p99_s": percentile(whole, 99)}
+        for task in replicas:
+            task.cancel()
+        await asyncio.gather(*replicas, return_exceptions=True)
+        return found
+
+    try:
+        return loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def measure(workload: Workload) -> dict[str, Any]:
+    """Return the figures of all cases, and their ratios."""
+    cases = {
+        "batch": {"batched": True, "in_order": True, "chatting": False},
+        "file order": {"batched": True, "in_order": False, "chatting": False},
+        "chats alone": {"batched": False, "in_order": True, "chatting": True},
+        "chats beside the batch": {"batched": True, "in_order": True, "chatting": True},
+    }
+    found: dict[str, Any] = {name: case(workload, **flags) for name, flags in progress(list(cases.items()), "batches")}
+    alone, beside = found["chats alone"], found["chats beside the batch"]
+    found["file_order_to_batch"] = found["file order"]["computed_tokens"] / found["batch"]["computed_tokens"]
+    found["ttft_p99_ratio"] = beside["ttft_p99_s"] / alone["ttft_p99_s"]
+    found["answer_p99_ratio"] = beside["answer_p99_s"] / alone["answer_p99_s"]
+    return found
+
+
+def main() -> None:
+    """Parse flags, run, write the JSON."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--lines", type=int, default=2000)
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--pool-prompts", type=int, default=10)
+    parser.add_argument("--chats-per-s", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    given = {name: value for name, value in vars(arguments).items() if name != "json"}
+    workload = Workload(**given)
+    found = measure(workload)
+    said = (
+        f"Simulated: {workload.lines} shuffled lines over {workload.prompts} prompts compute "
+        f"{found['batch']['computed_to_least']:.3f} of the least possible tokens, in the file's order "
+        f"{found['file_order_to_batch']:.1f} times as many. Beside the batch, chats' p99 is "
+        f"{found['ttft_p99_ratio']:.2f} times that alone to the first token, {found['answer_p99_ratio']:.2f} times for "
+        "a whole answer."
+    )
+    write(arguments.json, asdict(workload), found, said)
+
+
+if __name__ == "__main__":
+    main()
