@@ -24,6 +24,7 @@ BENCHMARKS = {
     "routing": ("routing.decision_latency", "6 minutes"),
     "simulate": ("simulation.run", "5 minutes"),
     "flooding": ("isolation.flooding", "20 seconds"),
+    "batches": ("isolation.batches", "2 minutes"),
     "figures": ("figures", "25 minutes; each row prints its own time"),
 }
 """By name, a module below ``benchmarks``, and its approximate duration with its defaults on two CPU cores."""

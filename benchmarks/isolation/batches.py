@@ -22,9 +22,11 @@ from serve_app.batch.order import LANES, Runner, as_given, beginnings, grouped
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.engine.runner.simulated_runner import CostModel
-from serve_app.engine.scheduling.scheduler import Scheduler
+from serve_app.engine.scheduling.scheduler import Scheduler, yields
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
+from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.shares import Shares
 
 SECRET = b"batches benchmark"
 FLEX = 2**32
@@ -63,9 +65,10 @@ class Workload:
 class _Waits(selectors.SelectSelector):
     """Nothing to wait for but the time, which passes at once."""
 
-    now_s = 0.0
+    now_s: float = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Let the time pass."""
         self.now_s += max(0.0, timeout or 0.0)
         return []
 
@@ -74,7 +77,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop in virtual time."""
 
     def __init__(self) -> None:
-        self.waits = _Waits()
+        self.waits: _Waits = _Waits()
         super().__init__(self.waits)
 
     def time(self) -> float:
@@ -112,7 +115,8 @@ class Replica:
         self.scheduler.add(sequence)
         end = self.ends[request.request_id] = asyncio.get_running_loop().create_future()
         self.news.set()
-        return await end
+        ttft_s: float = await end
+        return ttft_s
 
     async def run(self) -> None:
         """Compute."""
@@ -148,7 +152,8 @@ class Replica:
         """Tell the router of blocks and load."""
         scheduler, waiting = self.scheduler, [*self.scheduler.waiting]
         prefilling = [sequence for sequence in scheduler.running if sequence.prefilling]
-        queued = sum(sequence.uncached_tokens(16) for sequence in (*waiting, *prefilling))
+        others = (sequence for sequence in (*waiting, *prefilling) if not yields(sequence))
+        queued = sum(sequence.uncached_tokens(16) for sequence in others)
         load = LoadReport(
             queued, len(scheduler.running), len(waiting), self.workload.max_num_seqs, 256,
             self.cost.prefill_tokens_per_s, {self.core.router_id: self.admitted}, taken_at_s=self.clock.time(),
@@ -167,10 +172,21 @@ class Cluster:
         self.replicas = {name: Replica(name, workload, self.core, clock) for name in names}
         for replica in self.replicas.values():
             replica.report()
-        self.asking = self.chatting = 0
+        places = workload.replicas * workload.max_num_seqs * 3 // 2
+        self.door = FrontDoor(Shares({}), places=lambda: places, max_waiting=512, max_bytes=1 << 26, clock=clock.time)
+        self.asking = 0
 
     async def ask(self, name: str, tenant: str, ids: TokenArray, answer_tokens: int, order: int) -> float:
-        """Route a request and return its time to first token."""
+        """Let a request in, route it, and return its time to first token."""
+        with self.door.arrive(tenant) as arrival:
+            await arrival.turn(1, order, flex=order == FLEX)
+            place = arrival.hand_over()
+        try:
+            return await self._route(name, tenant, ids, answer_tokens, order)
+        finally:
+            place.give_back()
+
+    async def _route(self, name: str, tenant: str, ids: TokenArray, answer_tokens: int, order: int) -> float:
         scope = PrefixScope("batches", salt=tenant.encode())
         root = scope.root(SECRET)
         chain = next(iter(self.replicas.values())).cache.prompt_chain(scope, root, ids)
@@ -184,10 +200,9 @@ class Cluster:
         return await replica.answer(structs.replace(request, decision=decision))
 
     async def quiet(self, _: int) -> None:
-        """Wait until a batch's line may start: a quarter of the places is free, and no others wait at replicas."""
-        places = self.workload.replicas * self.workload.max_num_seqs
+        """Wait until a batch's line may start, by the front door's rule, and none of the others waits at a replica."""
         while True:
-            if self.asking + self.chatting < places * 3 // 4 and self.core.waiting() <= self.asking:
+            if self.door.is_quiet("batch", self.asking) and self.core.waiting() <= self.asking:
                 return
             await asyncio.sleep(0.02)
 
@@ -213,24 +228,24 @@ async def batch(cluster: Cluster, *, in_order: bool) -> None:
         await cluster.ask(f"line {number}", "batch", ids, workload.answer_tokens, FLEX)
         cluster.asking -= 1
 
-    at_once = workload.replicas * workload.max_num_seqs * 3 // 4
+    at_once = cluster.door.places() // 2
     runner = Runner(work, lambda: at_once, lambda: LANES * workload.replicas, cluster.quiet)
     await runner.run(grouped(chains) if in_order else as_given(len(lines)))
 
 
-async def chats(cluster: Cluster, seconds: float | None, over: asyncio.Event) -> tuple[list[float], list[float]]:
+async def chats(
+    cluster: Cluster, seconds: float | None, over: asyncio.Event, name: str = "chat"
+) -> tuple[list[float], list[float]]:
     """Send chats at random times for ``seconds``, or until it is ``over``; return times to first token and whole."""
-    workload, rng = cluster.workload, Random(f"chats {cluster.workload.seed}")
+    workload, rng = cluster.workload, Random(f"{name} {cluster.workload.seed}")
     loop, first, whole = asyncio.get_running_loop(), list[float](), list[float]()
     end_s = loop.time() + seconds if seconds is not None else float("inf")
 
     async def one(number: int) -> None:
         system = tokens(f"chat {rng.randrange(workload.chat_prompts)}", workload.chat_tokens)
-        ids = np.concatenate([system, tokens(f"chat question {number}", workload.question_tokens)])
+        ids = np.concatenate([system, tokens(f"{name} question {number}", workload.question_tokens)])
         begun_s = loop.time()
-        cluster.chatting += 1
-        first.append(await cluster.ask(f"chat {number}", "chat", ids, workload.chat_answer_tokens, 0))
-        cluster.chatting -= 1
+        first.append(await cluster.ask(f"{name} {number}", "chat", ids, workload.chat_answer_tokens, 0))
         whole.append(loop.time() - begun_s)
 
     tasks: list[asyncio.Task[None]] = []
@@ -249,10 +264,13 @@ def case(workload: Workload, *, batched: bool, in_order: bool, chatting: bool) -
         cluster, over = Cluster(workload, loop), asyncio.Event()
         replicas = [asyncio.create_task(replica.run()) for replica in cluster.replicas.values()]
         found: dict[str, Any] = {}
+        if chatting:
+            await chats(cluster, 20.0, over, "warm-up")
         talk = asyncio.create_task(chats(cluster, None if batched else 300.0, over)) if chatting else None
+        begun_s = loop.time()
         if batched:
             await batch(cluster, in_order=in_order)
-            found["batch_s"] = loop.time()
+            found["batch_s"] = loop.time() - begun_s
             found["computed_tokens"] = sum(replica.computed for replica in cluster.replicas.values())
             found["computed_to_least"] = found["computed_tokens"] / workload.least_tokens
             over.set()

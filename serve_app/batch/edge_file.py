@@ -97,7 +97,8 @@ def read_edge_file(path: Path, text: bytes) -> EdgeFile | None:
         "max_tokens": file.max_generate_length,
         "apply_chat_template": file.apply_chat_template,
         "add_generation_prompt": file.add_generation_prompt,
-        "chat_template_kwargs": {"enable_thinking": file.enable_thinking},
+        "chat_template_kwargs": {"enable_thinking": True} if file.enable_thinking else None,
+        "reasoning_effort": None if file.enable_thinking else "none",
     }
     given = {name: value for name, value in given.items() if value is not None}
     requests, unread = [], [*(file.model_extra or ())]

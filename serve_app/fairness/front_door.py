@@ -5,9 +5,10 @@ It has an ingress's part of the replicas' places. One asyncio loop uses it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from math import ceil
+from math import ceil, inf
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,9 @@ from serve_app.fairness.queue import Place, WaitingLine
 from serve_app.fairness.rate_limits import Allowance, TenantLimits
 from serve_app.fairness.shares import Budget, Shares
 
+ALONE_AFTER_S = 10.0
+BESIDE_PART = 96
+"""Work that can wait has one place in this many while others are answered."""
 _FIRST_GUESS = 0.25
 """Uncached tokens per byte of body, for a new tenant."""
 _WEIGHT = 0.2
@@ -40,8 +44,12 @@ class FrontDoor:
         max_bytes: int,
         limits: TenantLimits | None = None,
         starting: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._starting = starting
+        self._clock = clock
+        self._others_s = -inf
+        """When a request that cannot wait came last."""
         self._limits = limits or TenantLimits()
         self.max_waiting = max_waiting
         self.max_bytes = max_bytes
@@ -79,13 +87,17 @@ class FrontDoor:
         reason = self._line.reason(tenant)
         return {"refusal": None, "wait": None if reason is None else reason.shown()}
 
-    def is_quiet(self, tenant: str) -> bool:
-        """Return whether work that can wait may start now: nobody waits, and a quarter of the places stays free.
+    def is_quiet(self, tenant: str, asking: int) -> bool:
+        """Return whether work that can wait may start now, beside ``asking`` requests of it.
 
-        The tenant keeps half of its own limits for its other requests.
+        Nobody waits, and a quarter of the places stays free. While others are answered, or came some seconds ago, it
+        has few, because each slows their tokens down. The tenant keeps half of its own limits for its other requests.
         """
-        busy = self._line.waiting() or self._line.running(None) + 1 > max(1, self.places() * 3 // 4)
-        return not busy and not self._limits.half_used(tenant)
+        places, running = self.places(), self._line.running(None)
+        others = max(0, running - asking)
+        alone = not others and self._clock() - self._others_s > ALONE_AFTER_S
+        most = places * 3 // 4 if alone else others + places // BESIDE_PART
+        return not self._line.waiting() and running < max(1, most) and not self._limits.half_used(tenant)
 
     def load(self, tenant: str | None) -> int:
         """Return the waiting requests and running generations of a tenant, None: of all."""
@@ -171,6 +183,8 @@ class Arrival:
         are under way at all ingresses, and for a ``flex`` request that would not leave half of the tenant's queue
         capacity to its other requests.
         """
+        if not flex:
+            self._door._others_s = self._door._clock()
         await self.allowance.agree()
         room = self._door._requests
         if flex and not room.claim(self._tenant, room.share(self._tenant) // 2).within:

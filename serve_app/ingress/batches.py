@@ -59,7 +59,8 @@ class BatchDesk:
     def _quiet(self, tenant: str, model: str) -> bool:
         """Return whether a line for a model may start now: nobody waits there; for an unknown name: anywhere."""
         gates = [gate for gate in self.gates if gate.serves(model)] or self.gates
-        return all(gate.door.is_quiet(tenant) and gate.waiting() <= self.worker.asking for gate in gates)
+        asking = self.worker.asking
+        return all(gate.door.is_quiet(tenant, asking) and gate.waiting() <= asking for gate in gates)
 
     async def _ask(self, tenant: str, path: str, body: bytes, request_id: str) -> Said:
         """Answer a request as the application would. Every rule holds, and it waits for all other work."""

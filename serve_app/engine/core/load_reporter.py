@@ -7,7 +7,7 @@ from math import inf
 
 from router.protocol.events import LoadReport
 from serve_app.engine.reports import EngineMeters, RouterReservations, retry_after_s
-from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
+from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler, yields
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 
@@ -27,6 +27,7 @@ class _Work:
     tokens: int
     rank: tuple[float, float]
     waits: bool
+    yields: bool = False
     under_way: int = 0
     contended: bool = False
     passes: bool = False
@@ -95,7 +96,7 @@ class LoadReporter:
         """Return the load as one message."""
         committed_tokens, committed_sequences = self._committed(now_s)
         return LoadReport(
-            queued_prefill_tokens=self._queued_tokens(),
+            queued_prefill_tokens=self._queued_before_others(),
             running_sequences=self.running,
             waiting_sequences=self.waiting,
             max_running_sequences=self._settings.max_num_seqs,
@@ -145,10 +146,14 @@ class LoadReporter:
         decodes = Counter(sequence.request.tenant for sequence in running if not sequence.prefilling)
         self._turns = self._scheduler.fair_queue.coming({work.tenant for work in self._work.values()}, decodes)
 
+    def _queued_before_others(self) -> int:
+        """Return the queued tokens that may delay a newcomer: of those that yield, only the step's."""
+        return sum(work.under_way if work.yields else work.tokens for work in self._work.values())
+
     def _queued_tokens(self) -> int:
         return sum(work.tokens for work in self._work.values())
 
     def _add(self, sequence: SequenceState, rank: tuple[float, float], *, waits: bool) -> None:
         request = sequence.request
         tokens = sequence.uncached_tokens(self._settings.block_size)
-        self._work[request.request_id] = _Work(request.tenant, tokens, rank, waits)
+        self._work[request.request_id] = _Work(request.tenant, tokens, rank, waits, yields(sequence))

@@ -34,8 +34,11 @@ USUAL_TOKENS_PER_S = 20_000.0
 PREFILL_S = 0.1
 """Upper target for a step's prefill, because requests that arrive meanwhile wait for its end."""
 
-YIELDING_PART = 8
+YIELDING_PART = 32
 """Beside others' decodes, prefill that yields makes a step longer by at most this fraction (1/n)."""
+QUIET_STEPS = 500
+"""After this many steps (some seconds) without others, prefill that yields has whole steps. Before, they are as long as
+a step of decodes, because somebody who comes waits for its end."""
 
 Fetched = Literal["nothing", "loaded", "wait"]
 """The result of a fetch: nothing was found, blocks were loaded into the pool, or the caller must ask again later."""
@@ -84,6 +87,8 @@ class Scheduler:
         self._numbers = count()
         self._aging_tokens_per_s = AGING_SHARE * USUAL_TOKENS_PER_S
         self._touched = False
+        self._quiet_steps = QUIET_STEPS
+        """Steps since the last one with a sequence that does not yield."""
         self.preempted: list[SequenceState] = []
         """Sequences preempted in the last ``schedule``; they are waiting again."""
 
@@ -168,7 +173,8 @@ class Scheduler:
                     heavy_budget = max(QUANTUM_TOKENS, int(prefill_tokens_per_s * decode_step_s))
                     most = prefill_tokens_per_s * (self._settings.max_itl_s - decode_step_s)
                     budget = int(min(budget, max(QUANTUM_TOKENS, most)))
-            self._schedule_prefill(budget, heavy_budget, prefilling, chosen)
+            gentle_budget = int(prefill_tokens_per_s * decode_step_s) or LEAST_STEP_TOKENS
+            self._schedule_prefill(budget, heavy_budget, gentle_budget, prefilling, chosen)
         return chosen
 
     def computed(self, item: Scheduled) -> None:
@@ -179,9 +185,17 @@ class Scheduler:
         self._running.resolve(sequence, sequence.computed)
 
     def _schedule_prefill(
-        self, budget: int, heavy_budget: int, prefilling: list[SequenceState], chosen: list[Scheduled]
+        self,
+        budget: int,
+        heavy_budget: int,
+        gentle_budget: int,
+        prefilling: list[SequenceState],
+        chosen: list[Scheduled],
     ) -> None:
-        """Hand out ``budget`` tokens in turns; each heavy tenant gets ``heavy_budget`` if others decode."""
+        """Hand out ``budget`` tokens in turns; each heavy tenant gets ``heavy_budget`` if others decode.
+
+        ``gentle_budget``: the tokens of as much time as a step of decodes.
+        """
         if not prefilling and len(self.running) >= self._settings.max_num_seqs:
             return
         candidates = self.ready()
@@ -205,10 +219,15 @@ class Scheduler:
         heavy = (tenant for tenant in lines if decoding > decodes[tenant] and self.fair_queue.is_heavy(tenant))
         left = dict.fromkeys(heavy, heavy_budget)
         self.fair_queue.hand_out(budget, lambda _, line, most: self._serve(line, most, plan), left)
+        self._quiet_steps += 1
+        if plan or any(not yields(item.sequence) for item in chosen):
+            self._quiet_steps = 0
         if yielding:
             budget -= sum(item.tokens for item in plan.values())
-            if any(not yields(item.sequence) for item in chosen):
-                budget = min(budget, max(1, heavy_budget // YIELDING_PART))
+            if not self._quiet_steps:
+                budget = min(budget, max(1, gentle_budget // YIELDING_PART))
+            elif self._quiet_steps < QUIET_STEPS:
+                budget = min(budget, gentle_budget // 4 if chosen else gentle_budget)
             self._yielding_queue.begin(yielding, decodes)
             self._yielding_queue.hand_out(budget, lambda _, line, most: self._serve(line, most, plan))
         chosen.extend(plan.values())
@@ -218,20 +237,21 @@ class Scheduler:
         return yields(sequence) and not self.pending.awaited(sequence, lambda waiter: not yields(waiter))
 
     def _make_way(self) -> list[SequenceState]:
-        """Preempt a sequence that yields, the last started, if another one waits for a slot or for blocks."""
+        """Preempt sequences that yield, the last started first, until another one that waits has a slot and blocks."""
         denied = self._denied
         waiting = denied if denied is not None and denied.request.request_id in self._waiting else None
         if waiting is None and len(self.running) >= self._settings.max_num_seqs:
             waiting = next((one for one in self.ready() if not yields(one)), None)
+        preempted: list[SequenceState] = []
         able = [one for one in self.running if yields(one)] if waiting is not None else []
-        if waiting is None or not able:
-            return []
-        needed = blocks_to_reserve(waiting, self._cache.block_size) - waiting.held_blocks_hint
-        fits = self._running.verdict(waiting.request.tenant, needed, 0) == "granted"
-        if fits and len(self.running) < self._settings.max_num_seqs:
-            return []
-        self._running.preempt(able[-1])
-        return able[-1:]
+        while waiting is not None and able:
+            needed = blocks_to_reserve(waiting, self._cache.block_size) - waiting.held_blocks_hint
+            fits = self._running.verdict(waiting.request.tenant, needed, 0) == "granted"
+            if fits and len(self.running) < self._settings.max_num_seqs:
+                break
+            preempted.append(able.pop())
+            self._running.preempt(preempted[-1])
+        return preempted
 
     def _serve(self, line: deque[SequenceState], limit: int, plan: dict[SequenceState, Scheduled]) -> int:
         """Plan up to ``limit`` tokens of a tenant's queue; return the number. Unfinished sequences stay queued."""
@@ -289,7 +309,8 @@ class Scheduler:
 
     def rank(self, sequence: SequenceState) -> tuple[int, float]:
         """Return a sequence's place among those of its tenant: the lowest is computed first."""
-        return 0 if self._begun(sequence) else sequence.request.order, self._turn_s(sequence)
+        first = self._begun(sequence) and not yields(sequence)
+        return 0 if first else sequence.request.order, self._turn_s(sequence)
 
     def next_rank(self, now_s: float) -> tuple[int, float]:
         """Return the place of a one-token sequence of the default order that arrives now."""

@@ -131,7 +131,10 @@ def test_routers_learn_which_requests_a_usual_one_overtakes() -> None:
     bench.add("hold", prompt(64, 1), 9)
     bench.step()
     reporter = LoadReporter(bench.settings, EngineMeters(), bench.scheduler)
-    bench.add("flex", prompt(160, 2), 1, arrival_s=-1e6, order=2**32)
+    bench.add("yields", prompt(160, 4), 1, order=2**32)
+    reporter.update()
+    assert reporter.report(0.0).queued_prefill_tokens == 0, "everybody goes first"
+    bench.add("later", prompt(160, 2), 1, arrival_s=-1e6, order=2)
     reporter.update()
     assert (reporter.report(0.0).committed_prefill_tokens, reporter.report(0.0).queued_prefill_tokens) == (0, 160)
     bench.add("priority", prompt(96, 3), 1, order=-(2**32))

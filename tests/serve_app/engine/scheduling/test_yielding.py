@@ -3,6 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from serve_app.engine.scheduling.scheduler import QUIET_STEPS
 from serve_app.fairness.queue import YIELDING_ORDER
 from tests.serve_app.engine.scheduling.bench import Bench
 from tests.serve_app.engine.tiny import prompt
@@ -17,17 +18,27 @@ def test_others_prompts_go_first_whoever_asks() -> None:
     bench.add("flex", prompt(640, 1), 1, tenant="a", order=FLEX)
     assert bench.step() == [("flex", 64)]
     bench.add("new", prompt(160, 2), 1, tenant="b")
-    assert [bench.step() for _ in range(3)] == [[("new", 64)], [("new", 64)], [("new", 32), ("flex", 32)]]
+    assert [bench.step() for _ in range(3)] == [[("new", 64)], [("new", 64)], [("new", 32), ("flex", 16)]]
     assert bench.step() == [("flex", 64)]
 
 
-def test_beside_others_decodes_a_step_grows_by_an_eighth() -> None:
-    """At 5,000 tokens a second beside steps of 0.4 s: 2,000 tokens would double them."""
-    bench = Bench("a", "b", num_blocks=1024, max_num_batched_tokens=4096)
+def test_beside_others_decodes_a_step_grows_by_a_thirty_second() -> None:
+    """At 5,000 tokens a second beside steps of 0.4 s: 2,000 tokens would double them.
+
+    Soon after the others, steps are as long as one of decodes, and whole once nobody came for long.
+    """
+    bench = Bench("a", "b", num_blocks=8192, max_num_batched_tokens=4096)
     bench.add("chat", prompt(16, 1), 9, tenant="a")
     bench.step()
     bench.add("flex", prompt(4000, 2), 1, tenant="b", order=FLEX)
-    assert bench.step(5000.0, 0.4) == [("chat", 1), ("flex", 250)]
+    assert bench.step(5000.0, 0.01) == [("chat", 1), ("flex", 1)]
+    while bench.scheduler.find("chat"):
+        bench.step(5000.0, 0.01)
+    assert bench.step(5000.0, 0.01) == [("flex", 50)]
+    bench.add("more", prompt(100_000, 3), 1, tenant="b", order=FLEX)
+    for _ in range(QUIET_STEPS):
+        bench.step(5000.0, 0.01)
+    assert sum(tokens for _, tokens in bench.step(5000.0, 0.01)) == 512
 
 
 def test_slots_and_blocks_are_given_up() -> None:
