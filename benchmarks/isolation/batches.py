@@ -18,7 +18,7 @@ from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope, TokenArray
 from router.protocol.events import LoadReport
 from router.settings import RouterSettings
-from serve_app.batch.order import LANES, Runner, as_given, beginnings, grouped
+from serve_app.batch.order import LANES, LineRunner, as_given, beginnings, grouped
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.engine.runner.simulated_runner import CostModel
@@ -87,7 +87,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 @dataclass(eq=False)
-class Replica:
+class BatchReplica:
     """One replica: it computes steps while it has work."""
 
     name: str
@@ -161,7 +161,7 @@ class Replica:
         self.core.apply(self.name, (*self.cache.take_events(), load))
 
 
-class Cluster:
+class BatchCluster:
     """Replicas behind one router."""
 
     def __init__(self, workload: Workload, clock: VirtualLoop) -> None:
@@ -169,7 +169,7 @@ class Cluster:
         names = [f"replica-{number}" for number in range(workload.replicas)]
         self.core = RoutingCore("router", RouterSettings(), clock=clock.time, rng=Random(workload.seed))
         self.core.update_replicas(names)
-        self.replicas = {name: Replica(name, workload, self.core, clock) for name in names}
+        self.replicas = {name: BatchReplica(name, workload, self.core, clock) for name in names}
         for replica in self.replicas.values():
             replica.report()
         places = workload.replicas * workload.max_num_seqs * 3 // 2
@@ -212,7 +212,7 @@ def tokens(seed: str, count: int) -> TokenArray:
     return np.random.default_rng(list(seed.encode())).integers(0, 32_000, count, dtype=np.int32)
 
 
-async def batch(cluster: Cluster, *, in_order: bool) -> None:
+async def batch(cluster: BatchCluster, *, in_order: bool) -> None:
     """Run the batch."""
     workload = cluster.workload
     lines = [(number % workload.prompts, number) for number in range(workload.lines)]
@@ -229,12 +229,12 @@ async def batch(cluster: Cluster, *, in_order: bool) -> None:
         cluster.asking -= 1
 
     at_once = cluster.door.places() // 2
-    runner = Runner(work, lambda: at_once, lambda: LANES * workload.replicas, cluster.quiet)
+    runner = LineRunner(work, lambda: at_once, lambda: LANES * workload.replicas, cluster.quiet)
     await runner.run(grouped(chains) if in_order else as_given(len(lines)))
 
 
 async def chats(
-    cluster: Cluster, seconds: float | None, over: asyncio.Event, name: str = "chat"
+    cluster: BatchCluster, seconds: float | None, over: asyncio.Event, name: str = "chat"
 ) -> tuple[list[float], list[float]]:
     """Send chats at random times for ``seconds``, or until it is ``over``; return times to first token and whole."""
     workload, rng = cluster.workload, Random(f"{name} {cluster.workload.seed}")
@@ -261,7 +261,7 @@ def case(workload: Workload, *, batched: bool, in_order: bool, chatting: bool) -
     loop = VirtualLoop()
 
     async def run() -> dict[str, Any]:
-        cluster, over = Cluster(workload, loop), asyncio.Event()
+        cluster, over = BatchCluster(workload, loop), asyncio.Event()
         replicas = [asyncio.create_task(replica.run()) for replica in cluster.replicas.values()]
         found: dict[str, Any] = {}
         if chatting:

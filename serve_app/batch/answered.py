@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(slots=True, kw_only=True)
-class Answered:
+class AnsweredLine:
     """An answer or error. ``line``: in OpenAI's form. Times are None where they are not known.
 
     ``prefill_s``: from the start to the first token; ``decode_s``: from there to the last; ``total_s``: all.
@@ -41,7 +41,7 @@ class Answered:
         return "; ".join(filter(None, (said, self.save, self.why)))
 
 
-def profile(answered: Sequence[Answered]) -> dict[str, Any]:
+def profile(answered: Sequence[AnsweredLine]) -> dict[str, Any]:
     """Return figures of prefill and generation, in all and by request, in the form of TensorRT Edge-LLM's profile.
 
     Times are the requests' own: of those that run together each counts whole.

@@ -34,7 +34,7 @@ class LineError(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
-class Batch(msgspec.Struct, kw_only=True):
+class StoredBatch(msgspec.Struct, kw_only=True):
     """A batch. ``content``: of its input, ``size`` bytes; ``owns_content``: no file has it.
 
     ``times``: of each status that it had; ``holder``: the ingress that runs it until ``held_until_s``.
@@ -85,7 +85,7 @@ class Batch(msgspec.Struct, kw_only=True):
         self.times = {**self.times, status: now_s}
 
 
-class Result(msgspec.Struct, frozen=True):
+class LineResult(msgspec.Struct, frozen=True):
     """The result of one line. ``status``: HTTP's; ``body``: the answer or error in its API's shape."""
 
     custom_id: str
@@ -115,7 +115,7 @@ class Batches:
     objects: StoredObjects
     files: Files
 
-    async def create(self, tenant: str, batch: Batch) -> None:
+    async def create(self, tenant: str, batch: StoredBatch) -> None:
         """Store and queue a new batch. Raises InvalidRequest, RequestTooLarge if the tenant has too much already."""
         if sum(not other.ended for other in await self.all(tenant)) >= MAX_OPEN:
             raise InvalidRequest(f"You have {MAX_OPEN} batches in progress; wait for some.", code="too_many_batches")
@@ -129,24 +129,24 @@ class Batches:
         queued = msgspec.json.encode(QueuedBatch(tenant, batch.id, batch.created_at))
         await self.objects.insert("", QUEUE, batch.id, queued, now_s + life_s)
 
-    async def get(self, tenant: str, batch_id: str) -> Batch:
+    async def get(self, tenant: str, batch_id: str) -> StoredBatch:
         """Return a batch. Raises NotFound."""
         data = await self.objects.get(tenant, BATCH, batch_id)
         if data is None:
             raise NotFound(f"There is no batch {batch_id[:64]!r}: it may be deleted or expired.", param="batch_id")
-        return msgspec.json.decode(data, type=Batch)
+        return msgspec.json.decode(data, type=StoredBatch)
 
-    async def all(self, tenant: str) -> list[Batch]:
+    async def all(self, tenant: str) -> list[StoredBatch]:
         """Return a tenant's batches, the newest first."""
-        batches = [msgspec.json.decode(data, type=Batch) for data in await self.objects.all(tenant, BATCH)]
+        batches = [msgspec.json.decode(data, type=StoredBatch) for data in await self.objects.all(tenant, BATCH)]
         return sorted(batches, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
-    async def change(self, tenant: str, batch_id: str, change: Callable[[Batch], bool]) -> Batch | None:
+    async def change(self, tenant: str, batch_id: str, change: Callable[[StoredBatch], bool]) -> StoredBatch | None:
         """Change a batch and return it; None if it is gone, or ``change`` returns False."""
-        changed: list[Batch] = []
+        changed: list[StoredBatch] = []
 
         def edited(data: bytes) -> bytes | None:
-            batch = msgspec.json.decode(data, type=Batch)
+            batch = msgspec.json.decode(data, type=StoredBatch)
             if not change(batch):
                 return None
             changed[:] = [batch]
@@ -155,10 +155,10 @@ class Batches:
         done = await self.objects.change(tenant, BATCH, batch_id, edited)
         return changed[0] if done else None
 
-    async def cancel(self, tenant: str, batch_id: str) -> Batch:
+    async def cancel(self, tenant: str, batch_id: str) -> StoredBatch:
         """Let a batch end soon; return it. One that has ended stays as it is. Raises NotFound."""
 
-        def cancel(batch: Batch) -> bool:
+        def cancel(batch: StoredBatch) -> bool:
             if batch.status not in ("validating", "in_progress"):
                 return False
             batch.become("cancelling", self.objects.now_s())
@@ -166,14 +166,14 @@ class Batches:
 
         return await self.change(tenant, batch_id, cancel) or await self.get(tenant, batch_id)
 
-    async def delete(self, tenant: str, batch: Batch) -> None:
+    async def delete(self, tenant: str, batch: StoredBatch) -> None:
         """Remove a batch that has ended, and its results."""
         await self.objects.remove(tenant, BATCH, batch.id)
         await self.tidy(tenant, batch)
         if batch.results:
             await self.files.forget(tenant, batch.results)
 
-    async def tidy(self, tenant: str, batch: Batch) -> None:
+    async def tidy(self, tenant: str, batch: StoredBatch) -> None:
         """Remove what an ended batch no longer needs."""
         await self.objects.remove("", QUEUE, batch.id)
         await self.objects.remove(tenant, _lines(batch))
@@ -189,25 +189,25 @@ class Batches:
         """Remove an entry whose batch is gone."""
         await self.objects.remove("", QUEUE, queued.batch_id)
 
-    async def keep(self, tenant: str, batch: Batch, number: int, result: Result) -> bool:
+    async def keep(self, tenant: str, batch: StoredBatch, number: int, result: LineResult) -> bool:
         """Store a line's result durably, unless it has one; return whether it is new."""
         expires_s = batch.expires_at + self.objects.ttl_s
         return await self.objects.insert(tenant, _lines(batch), str(number), msgspec.json.encode(result), expires_s)
 
-    async def done(self, tenant: str, batch: Batch) -> set[int]:
+    async def done(self, tenant: str, batch: StoredBatch) -> set[int]:
         """Return the numbers of the lines that have a result."""
         ids = await self.objects.ids(tenant, _lines(batch))
         if not ids:
             return set()
         return {number for number in range(batch.total) if self._id(tenant, batch, number) in ids}
 
-    async def results(self, tenant: str, batch: Batch) -> AsyncIterator[tuple[int, Result | None]]:
+    async def results(self, tenant: str, batch: StoredBatch) -> AsyncIterator[tuple[int, LineResult | None]]:
         """Yield each line's result in the order of the input; None: it was not asked for."""
         for number in range(batch.total):
             data = await self.objects.get(tenant, _lines(batch), str(number))
-            yield number, None if data is None else msgspec.json.decode(data, type=Result)
+            yield number, None if data is None else msgspec.json.decode(data, type=LineResult)
 
-    def _id(self, tenant: str, batch: Batch, number: int) -> bytes:
+    def _id(self, tenant: str, batch: StoredBatch, number: int) -> bytes:
         return self.objects.id_of(tenant, _lines(batch), str(number))
 
 
@@ -216,7 +216,7 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(16)
 
 
-def _lines(batch: Batch) -> str:
+def _lines(batch: StoredBatch) -> str:
     return f"lines {batch.id}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from serve_app.batch.answered import Answered
+from serve_app.batch.answered import AnsweredLine
 from serve_app.batch.batch_file import BatchRequest
 from serve_app.batch.batches import usage_of
 
@@ -31,7 +31,7 @@ class RemoteBatch:
     model: str
     explains: bool
 
-    async def answer(self, index: int, request: BatchRequest) -> Answered:
+    async def answer(self, index: int, request: BatchRequest) -> AnsweredLine:
         """Return a request's answer or error. A busy server is asked again. Raises ServerUnusable."""
         fields = {name: value for name, value in request.body.items() if value is not None and name not in _STREAMING}
         body = {"model": self.model, **fields}
@@ -53,7 +53,7 @@ class RemoteBatch:
         usage = usage_of(answer)
         miss = (answer.get("usage") or {}).get("cache_miss") if self.explains else None
         answer_id = response.headers.get("x-request-id") or uuid.uuid4().hex
-        return Answered(
+        return AnsweredLine(
             line={
                 "id": f"batch_req_{answer_id}",
                 "custom_id": request.custom_id,

@@ -14,7 +14,7 @@ import msgspec
 from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, Must, Whole
-from serve_app.batch.answered import Answered
+from serve_app.batch.answered import AnsweredLine
 from serve_app.batch.batch_file import BatchRequest
 from serve_app.errors import InvalidRequest
 
@@ -57,11 +57,11 @@ class EdgeFile:
     adapters: dict[str, Path]
     unread: tuple[str, ...]
 
-    def responses(self, answered: Sequence[Answered]) -> dict[str, Any]:
+    def responses(self, answered: Sequence[AnsweredLine]) -> dict[str, Any]:
         """Return the output. ``answered``: in the order of the file."""
         return {"input_file": str(self.path), "responses": [self._response(*one) for one in enumerate(answered)]}
 
-    def _response(self, index: int, one: Answered) -> dict[str, Any]:
+    def _response(self, index: int, one: AnsweredLine) -> dict[str, Any]:
         said, body = one.line["response"], one.line["response"]["body"]
         ok = said["status_code"] == 200
         choice = body["choices"][0] if ok else {}

@@ -81,7 +81,7 @@ def _alike(one: bytes, other: bytes) -> bool:
 
 
 @dataclass(slots=True)
-class Runner:
+class LineRunner:
     """Runs groups in their order, ``at_once()`` requests of ``lanes()`` groups at a time.
 
     ``work`` answers one request, and never fails; ``ready`` is awaited before it.

@@ -14,9 +14,9 @@ from msgspec import structs
 from router.protocol.block_hash import common_tokens
 from serve_app.api.format import AnswerHead, ErrorAnswer
 from serve_app.api.request import ChatRequest, ignored_fields
-from serve_app.batch.answered import Answered
+from serve_app.batch.answered import AnsweredLine
 from serve_app.batch.batch_file import APIS, BatchRequest
-from serve_app.batch.order import LANES, Runner, as_given, beginnings, grouped
+from serve_app.batch.order import LANES, LineRunner, as_given, beginnings, grouped
 from serve_app.cache_misses import REMEDIES, MissReason, SeenPrompt, explain, is_miss
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
@@ -44,7 +44,7 @@ _SAVED = {"saved": "its system prompt was saved", "present": "its system prompt 
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class InferJob:
     """A file's requests, ``at_once`` of them at a time; ``formatted``: their formatted prompts are told."""
 
     requests: Sequence[BatchRequest]
@@ -55,8 +55,8 @@ class Job:
 async def run_batch(
     config: AppConfig,
     info: CheckpointInfo,
-    jobs: Sequence[Job],
-    on_answer: Callable[[int, int, Answered], None],
+    jobs: Sequence[InferJob],
+    on_answer: Callable[[int, int, AnsweredLine], None],
     *,
     keep_order: bool = False,
     explains: bool = False,
@@ -78,7 +78,7 @@ async def run_batch(
         batch = _Batch(config, info, tokenizer, engine, adapters, explains)
         for at, job in enumerate(jobs):
 
-            async def answer(number: int, at: int = at, job: Job = job) -> None:
+            async def answer(number: int, at: int = at, job: InferJob = job) -> None:
                 on_answer(at, number, await batch.answer(number, job.requests[number], formatted=job.formatted))
 
             await run_job(job, answer, keep_order=keep_order)
@@ -86,11 +86,11 @@ async def run_batch(
         await asyncio.to_thread(engine.stop)
 
 
-async def run_job(job: Job, answer: Callable[[int], Awaitable[None]], *, keep_order: bool) -> None:
+async def run_job(job: InferJob, answer: Callable[[int], Awaitable[None]], *, keep_order: bool) -> None:
     """Call ``answer`` with the number of each request of a file."""
     count = len(job.requests)
     groups = as_given(count) if keep_order else grouped([beginnings(request.body) for request in job.requests])
-    await Runner(answer, lambda: job.at_once, lambda: LANES).run(groups)
+    await LineRunner(answer, lambda: job.at_once, lambda: LANES).run(groups)
 
 
 class _Batch:
@@ -134,10 +134,10 @@ class _Batch:
             simulated=config.engine_traits.simulated,
         )
 
-    async def answer(self, index: int, request: BatchRequest, *, formatted: bool) -> Answered:
+    async def answer(self, index: int, request: BatchRequest, *, formatted: bool) -> AnsweredLine:
         """Return a request's answer or its error."""
         answer_id = uuid.uuid4().hex
-        answered, begun_s = Answered(line={}), time.perf_counter()
+        answered, begun_s = AnsweredLine(line={}), time.perf_counter()
         try:
             answer = ErrorAnswer(200, await self._answer_body(index, request, answer_id, answered, formatted=formatted))
         except WarmpathError as error:
@@ -147,7 +147,7 @@ class _Batch:
         return answered
 
     async def _answer_body(
-        self, index: int, request: BatchRequest, answer_id: str, answered: Answered, *, formatted: bool
+        self, index: int, request: BatchRequest, answer_id: str, answered: AnsweredLine, *, formatted: bool
     ) -> dict[str, Any]:
         # The request's index is its seed, so that a file gives the same answers again.
         wanted = self._readers.checked(request.parse_body(self._model, seed=index))

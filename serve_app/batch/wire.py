@@ -12,7 +12,7 @@ import msgspec
 from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, Must
-from serve_app.batch.batches import Batch
+from serve_app.batch.batches import StoredBatch
 from serve_app.errors import InvalidRequest
 
 MAX_REQUESTS = 100_000
@@ -125,7 +125,7 @@ def page(shown: Sequence[dict[str, Any]], asked: PageQuery) -> dict[str, Any]:
     return {"data": found, "first_id": first, "last_id": last, "has_more": len(listed) > len(found)}
 
 
-def openai_batch(batch: Batch) -> dict[str, Any]:
+def openai_batch(batch: StoredBatch) -> dict[str, Any]:
     """Return a batch in OpenAI's shape."""
     errors = [msgspec.structs.asdict(error) for error in batch.errors]
     usage, times = batch.usage, batch.times
@@ -159,7 +159,7 @@ def openai_batch(batch: Batch) -> dict[str, Any]:
     return shown
 
 
-def anthropic_batch(batch: Batch, results_url: str) -> dict[str, Any]:
+def anthropic_batch(batch: StoredBatch, results_url: str) -> dict[str, Any]:
     """Return a batch in Anthropic's shape: requests count as processing until all have ended."""
     left = batch.total - batch.completed - batch.failed
     counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)

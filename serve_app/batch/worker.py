@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from serve_app.batch.batch_file import BatchRequest, parse_line
-from serve_app.batch.batches import Batch, Batches, LineError, QueuedBatch, Result, Unasked, usage_of
+from serve_app.batch.batches import Batches, LineError, LineResult, QueuedBatch, StoredBatch, Unasked, usage_of
 from serve_app.batch.files import File
-from serve_app.batch.order import Runner, beginnings, grouped
+from serve_app.batch.order import LineRunner, beginnings, grouped
 from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge, WarmpathError
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class _Run:
     """A batch in progress, as of the last look at its row."""
 
     tenant: str
-    batch: Batch
+    batch: StoredBatch
     lines: list[_Line] = field(default_factory=list)
     model: str | None = None
     counts: Counter[str] = field(default_factory=Counter)
@@ -82,7 +82,7 @@ class _Run:
 
 
 @dataclass(eq=False)
-class Worker:
+class BatchWorker:
     """One ingress' runner of batches. ``knows``: whether a tenant exists; ``quiet``: whether its work may start now,
     for a model.
 
@@ -147,7 +147,7 @@ class Worker:
                 self._tenants[batch_id] = tenant
                 self.running[batch_id] = asyncio.create_task(self._run(_Run(tenant, batch)))
 
-    async def _take(self, queued: QueuedBatch) -> Batch | None:
+    async def _take(self, queued: QueuedBatch) -> StoredBatch | None:
         """Become the holder of a batch, and return it; None if another one is, or there is nothing to do."""
         now_s = self.batches.objects.now_s()
         try:
@@ -161,7 +161,7 @@ class Worker:
         if batch.held_until_s > now_s and batch.holder != self.name:
             return None
 
-        def hold(batch: Batch) -> bool:
+        def hold(batch: StoredBatch) -> bool:
             free = batch.held_until_s <= now_s or batch.holder == self.name
             batch.holder, batch.held_until_s = self.name, now_s + LEASE_S
             return free and not batch.ended
@@ -192,7 +192,7 @@ class Worker:
                 self._news.set()
 
     async def _let_go(self, run: _Run) -> None:
-        def free(batch: Batch) -> bool:
+        def free(batch: StoredBatch) -> bool:
             if batch.holder != self.name or batch.ended:
                 return False
             batch.holder, batch.held_until_s = "", 0.0
@@ -215,11 +215,11 @@ class Worker:
                 if self.batches.objects.now_s() > run.batch.held_until_s:
                     return
 
-    async def _write(self, run: _Run, change: Callable[[Batch], None] = lambda _: None) -> None:
+    async def _write(self, run: _Run, change: Callable[[StoredBatch], None] = lambda _: None) -> None:
         """Change the row and take over what it says. Raises Lost if another process holds it."""
         now_s = self.batches.objects.now_s()
 
-        def write(batch: Batch) -> bool:
+        def write(batch: StoredBatch) -> bool:
             if batch.holder != self.name or batch.ended:
                 return False
             batch.held_until_s = now_s + LEASE_S
@@ -248,7 +248,7 @@ class Worker:
             await self.batches.tidy(run.tenant, run.batch)
             return
 
-        def begin(row: Batch) -> None:
+        def begin(row: StoredBatch) -> None:
             row.total, row.model = len(run.lines), run.model
             if row.status == "validating":
                 row.become("in_progress", now_s())
@@ -305,7 +305,7 @@ class Worker:
                     return
                 await asyncio.sleep(QUIET_S)
 
-        runner = Runner(
+        runner = LineRunner(
             lambda at: self._ask(run, left[at]),
             lambda: max(1, self.at_once() // max(1, len(self.running))),
             self.lanes,
@@ -341,7 +341,7 @@ class Worker:
                 await asyncio.sleep(min(said.retry_after_s or faults, LONGEST_PAUSE_S))
         finally:
             self.asking -= 1
-        result = Result(request.custom_id, said.status, request_id, msgspec.Raw(said.body or b"null"), said.warning)
+        result = LineResult(request.custom_id, said.status, request_id, msgspec.Raw(said.body or b"null"), said.warning)
         if await self.batches.keep(run.tenant, batch, number, result):
             run.counts["completed" if result.ok else "failed"] += 1
 
@@ -353,7 +353,7 @@ class Worker:
         """Write the results into files, and end the batch."""
         now_s = self.batches.objects.now_s
 
-        def finalize(row: Batch) -> None:
+        def finalize(row: StoredBatch) -> None:
             if row.status == "cancelling":
                 row.unasked = "cancelled"
             elif row.status == "in_progress":
@@ -374,7 +374,7 @@ class Worker:
                 if not await self.batches.files.add(run.tenant, file):
                     await self.batches.files.forget(run.tenant, content)
 
-        def end(row: Batch) -> None:
+        def end(row: StoredBatch) -> None:
             row.completed, row.failed = counts["completed"], counts["failed"]
             row.usage = dict(usage)
             row.output_file_id, row.error_file_id = ids.get("output"), ids.get("error")
@@ -397,7 +397,7 @@ class Worker:
                     continue
                 if result is None:
                     request = await self._request(run, number)
-                    result = Result(request.custom_id, 0, f"req_{secrets.token_hex(12)}", _NULL)
+                    result = LineResult(request.custom_id, 0, f"req_{secrets.token_hex(12)}", _NULL)
                 else:
                     counts["completed" if ok else "failed"] += 1
                 if ok:
@@ -417,7 +417,7 @@ _WHY = {
 }
 
 
-def openai_line(result: Result, unasked: Unasked) -> bytes:
+def openai_line(result: LineResult, unasked: Unasked) -> bytes:
     """Return a result in OpenAI's form. One with status 0 was not asked for, ``unasked`` tells why."""
     response: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
@@ -431,7 +431,7 @@ def openai_line(result: Result, unasked: Unasked) -> bytes:
     return msgspec.json.encode(line)
 
 
-def anthropic_line(result: Result, unasked: Unasked) -> bytes:
+def anthropic_line(result: LineResult, unasked: Unasked) -> bytes:
     """Return a result in Anthropic's form; see ``openai_line``."""
     shown: dict[str, Any] = {"type": "canceled" if unasked == "cancelled" else "expired"}
     if result.ok:
@@ -441,11 +441,11 @@ def anthropic_line(result: Result, unasked: Unasked) -> bytes:
     return msgspec.json.encode({"custom_id": result.custom_id, "result": shown})
 
 
-def _expire(batch: Batch) -> None:
+def _expire(batch: StoredBatch) -> None:
     batch.unasked = "expired"
 
 
-def _fail(batch: Batch, errors: list[LineError], now_s: float) -> None:
+def _fail(batch: StoredBatch, errors: list[LineError], now_s: float) -> None:
     batch.errors = errors
     batch.become("failed", now_s)
 

@@ -35,7 +35,7 @@ from serve_app.generation.dispatch import Aborts, Dispatcher
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.adapter_admin import AdapterAdmin
-from serve_app.ingress.batches import BatchDesk, Gate
+from serve_app.ingress.batches import BatchDesk, ModelGate
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.connections import CALLBACK, CLIENT_HEADERS
@@ -268,7 +268,7 @@ async def _make_model(
         admin.taken = several.taken
     if common.desk is not None:
         common.desk.gates.append(
-            Gate(
+            ModelGate(
                 lambda name: name == model or adapters.get(name) is not None,
                 front_door,
                 lambda: len(core.replica_ids),

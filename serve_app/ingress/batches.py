@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Scope
 from serve_app.batch.batches import Batches
 from serve_app.batch.files import Files
 from serve_app.batch.order import LANES
-from serve_app.batch.worker import Said, Worker
+from serve_app.batch.worker import BatchWorker, Said
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.ingress.http import WARNING
 from serve_app.stored import StoredObjects
@@ -21,7 +21,7 @@ BUSY = (429, 503, 529)
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class ModelGate:
     """A served model: the names that it ``serves``, its ``door``, its replicas, and what waits at them."""
 
     serves: Callable[[str], bool]
@@ -37,16 +37,16 @@ class BatchDesk:
     objects: StoredObjects
     name: str
     tenants: Callable[[], dict[str, Tenant]]
-    gates: list[Gate] = field(default_factory=list)
+    gates: list[ModelGate] = field(default_factory=list)
     application: ASGIApp | None = None
     files: Files = field(init=False)
     batches: Batches = field(init=False)
-    worker: Worker = field(init=False)
+    worker: BatchWorker = field(init=False)
 
     def __post_init__(self) -> None:
         self.files = Files(self.objects)
         self.batches = Batches(self.objects, self.files)
-        self.worker = Worker(
+        self.worker = BatchWorker(
             self.batches,
             self.name,
             self._ask,

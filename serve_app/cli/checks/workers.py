@@ -9,18 +9,18 @@ import aiohttp
 from serve_app.cli.checks.finding import Finding, Look, problem
 from serve_app.config.app import AppConfig
 from serve_app.config.workers import listed
-from serve_app.engine.remote.servers import Facts, Unfit, facts_of
+from serve_app.engine.remote.servers import Unfit, WorkerFacts, facts_of
 from serve_app.tenants import worker_key
 
 
-def asked(entries: Sequence[str], key: str) -> dict[str, Facts | str]:
+def asked(entries: Sequence[str], key: str) -> dict[str, WorkerFacts | str]:
     """Return by URL what each worker says, or a sentence about one that cannot serve. Raises OSError, ValueError."""
 
-    async def ask() -> dict[str, Facts | str]:
+    async def ask() -> dict[str, WorkerFacts | str]:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with aiohttp.ClientSession(headers=headers) as http:
 
-            async def one(url: str) -> Facts | str:
+            async def one(url: str) -> WorkerFacts | str:
                 try:
                     return await facts_of(http, url)
                 except Unfit as error:
@@ -42,7 +42,7 @@ def told_by_workers(settings: AppConfig) -> tuple[dict[str, Any], list[str]]:
     except OSError as error:
         raise ValueError(f"workers: {error}") from None
     unfit = [answer for answer in answers.values() if isinstance(answer, str)]
-    facts = [answer for answer in answers.values() if isinstance(answer, Facts)]
+    facts = [answer for answer in answers.values() if isinstance(answer, WorkerFacts)]
     if not facts:
         raise ValueError("no worker can serve: " + ("; ".join(unfit) or "none is listed"))
     told = {

@@ -17,7 +17,7 @@ from serve_app.config.files import load_settings
 from serve_app.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from serve_app.batch.answered import Answered
+    from serve_app.batch.answered import AnsweredLine
     from serve_app.batch.batch_file import BatchRequest
     from serve_app.batch.edge_file import EdgeFile
 
@@ -30,7 +30,7 @@ class _File:
     output: Path
     requests: "list[BatchRequest]"
     edge: "EdgeFile | None"
-    answered: "dict[int, Answered]" = field(default_factory=dict)
+    answered: "dict[int, AnsweredLine]" = field(default_factory=dict)
 
 
 def infer(
@@ -79,7 +79,7 @@ def infer(
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("requests", total=sum(len(file.requests) for file in asked))
 
-            def take(at: int, number: int, answered: "Answered") -> None:
+            def take(at: int, number: int, answered: "AnsweredLine") -> None:
                 file = asked[at]
                 file.answered[number] = answered
                 if file.edge is None:  # lines come in the order of completion
@@ -124,7 +124,7 @@ def _read(path: Path, output: Path | None) -> _File:
     return _File(path, output or path.with_name(f"{path.stem}.responses{ending}"), requests, edge)
 
 
-Take = Callable[[int, int, "Answered"], None]
+Take = Callable[[int, int, "AnsweredLine"], None]
 
 
 def _here(
@@ -141,7 +141,7 @@ def _here(
     """Answer the files by an engine in this process. Raises ValueError."""
     # These imports take seconds, which `warmpath --help` should not need.
     from serve_app.batch.edge_file import DEFAULT_MAX_GENERATE_LENGTH
-    from serve_app.batch.run import Job, run_batch
+    from serve_app.batch.run import InferJob, run_batch
     from serve_app.checkpoints.sources import load_served_model, with_local_model
 
     adapters: dict[str, Path] = {}
@@ -158,7 +158,7 @@ def _here(
     info = load_served_model(settings)
     most = min(settings.max_num_seqs, settings.max_waiting_requests)
     jobs = [
-        Job(file.requests, most if file.edge is None else min(most, file.edge.batch_size), file.edge is not None)
+        InferJob(file.requests, most if file.edge is None else min(most, file.edge.batch_size), file.edge is not None)
         for file in asked
     ]
     asyncio.run(run_batch(settings, info, jobs, take, keep_order=keep_order, explains=debug))
@@ -172,7 +172,7 @@ async def _remotely(
 
     from serve_app.batch.client import TIMEOUT_S, RemoteBatch, at_once_of, open_server
     from serve_app.batch.edge_file import DEFAULT_MAX_GENERATE_LENGTH
-    from serve_app.batch.run import Job, run_job
+    from serve_app.batch.run import InferJob, run_job
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
@@ -188,7 +188,7 @@ async def _remotely(
                 take(at, number, await remote.answer(number, file.requests[number]))
 
             at_once = at_once_of(file.requests) if file.edge is None else file.edge.batch_size
-            await run_job(Job(file.requests, at_once), answer, keep_order=keep_order)
+            await run_job(InferJob(file.requests, at_once), answer, keep_order=keep_order)
 
 
 def _report(asked: list[_File], profile_file: Path | None) -> None:

@@ -42,9 +42,9 @@ from serve_app.engine.protocol import (
 )
 from serve_app.engine.remote.servers import (
     PROBE_TIMEOUT,
-    Facts,
     Part,
     Unfit,
+    WorkerFacts,
     check_model,
     events_of,
     facts_of,
@@ -77,7 +77,7 @@ _LABELS = (("engine", "remote"),)
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 OFF: frozenset[Capability] = frozenset(CAPABILITIES) - ENGINES["remote"].can
 
-Claim = Callable[[Sequence[str], str], str]
+ClaimWorker = Callable[[Sequence[str], str], str]
 """Returns which of the URLs this replica has now; "" for none. The second one is what it had. Waits."""
 
 
@@ -130,7 +130,7 @@ class RemoteEngine(ExternalEngine):
     def __init__(self, settings: RemoteSettings, event_sink: EventSink) -> None:
         self.settings = settings
         self._sink = event_sink
-        self._claim: Claim = first_of
+        self._claim: ClaimWorker = first_of
         self._lock = threading.Lock()
         self._meters = EngineMeters()
         self._load = LoadMirror(settings, self._meters)
@@ -142,7 +142,7 @@ class RemoteEngine(ExternalEngine):
         self._looks = asyncio.Event()
         self._worker: Worker | None = None
         self._workers: list[Worker] = []
-        self._facts: Facts | None = None
+        self._facts: WorkerFacts | None = None
         self._out = "no worker is free for this replica"
         self._far = self._far_engine(0)
         self._untold = ""
@@ -157,7 +157,7 @@ class RemoteEngine(ExternalEngine):
         """The adapters that requests may name."""
         return self._names
 
-    def share(self, claim: Claim) -> None:
+    def share(self, claim: ClaimWorker) -> None:
         """Take workers by ``claim``, beside other replicas; call it before ``start``."""
         self._claim = claim
 
@@ -367,7 +367,7 @@ class RemoteEngine(ExternalEngine):
         self._facts, self._out = facts, ""
         logger.info("%s, %s: requests go there %s", worker.url, facts.called, self._by())
 
-    async def _trial(self, worker: Worker, facts: Facts) -> None:
+    async def _trial(self, worker: Worker, facts: WorkerFacts) -> None:
         """Send a prompt under one salt twice, then under another: a short one of this deployment's own."""
         size = self.settings.block_size
         ids = np.array([secrets.randbelow(max(2, self.settings.vocab_size - 1)) for _ in range(2 * size + 1)], np.int32)
@@ -504,7 +504,7 @@ class RemoteEngine(ExternalEngine):
             far.computed(time.monotonic())
         self._finish(live, reason, told)
 
-    async def _parts(self, worker: Worker, facts: Facts, request: EngineRequest) -> AsyncIterator[Part]:
+    async def _parts(self, worker: Worker, facts: WorkerFacts, request: EngineRequest) -> AsyncIterator[Part]:
         """Yield a request's parts. Raises WorkerGone, and ValueError for what the server refuses."""
         salt, words = request.root[:HASH_BYTES].hex(), self._bad_words(request)
         sglang = facts.kind == "sglang"
@@ -547,7 +547,7 @@ class RemoteEngine(ExternalEngine):
             raise ValueError("bad_words of several tokens need a model with a tokenizer.json")
         return [tokenizer_of(self.settings.tokenizer).decode(word, skip_special_tokens=False) for word in longer]
 
-    async def _ensure_adapter(self, worker: Worker, facts: Facts, request: EngineRequest) -> None:
+    async def _ensure_adapter(self, worker: Worker, facts: WorkerFacts, request: EngineRequest) -> None:
         """Let the server load an adapter that it does not name."""
         name = AdapterSpec.of_key(request.scope.lora, "").name
         if name in facts.models:

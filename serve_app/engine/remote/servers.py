@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from serve_app.engine.protocol import AdapterSpec, EngineRequest, TokenLogprob, TokenRules
 from serve_app.engine.remote.settings import RemoteSettings
 
-Kind = Literal["vllm", "sglang", "tensorrt_llm"]
-KINDS: dict[str, tuple[Kind, str]] = {
+ServerKind = Literal["vllm", "sglang", "tensorrt_llm"]
+KINDS: dict[str, tuple[ServerKind, str]] = {
     "vllm": ("vllm", "vLLM"),
     "sglang": ("sglang", "SGLang"),
     "tensorrt_llm": ("tensorrt_llm", "TensorRT-LLM"),
@@ -43,14 +43,14 @@ class Unfit(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class WorkerFacts:
     """What a server says about itself, 0 or empty where it says nothing.
 
     ``model``: its name in requests; ``root``: the path or hub id that the server was started with; ``models``: all
     names, adapters' too. ``fields``: of a request's body.
     """
 
-    kind: Kind
+    kind: ServerKind
     version: str
     model: str
     root: str
@@ -66,7 +66,7 @@ class Facts:
         return f"{KINDS[self.kind][1]} {self.version}".strip()
 
 
-async def facts_of(http: aiohttp.ClientSession, url: str) -> Facts:
+async def facts_of(http: aiohttp.ClientSession, url: str) -> WorkerFacts:
     """Ask a server what it is. Raises Unfit."""
     none = f"{url} is no vLLM, SGLang or TensorRT-LLM server"
     try:
@@ -92,7 +92,7 @@ async def facts_of(http: aiohttp.ClientSession, url: str) -> Facts:
     )
     schemas = (await _json(http, f"{url}/openapi.json")).get("components", {}).get("schemas", {})
     body = schemas.get("GenerateReqInput" if kind == "sglang" else "CompletionRequest", {})
-    return Facts(
+    return WorkerFacts(
         kind,
         str(told.get("version") or ""),
         first.id,
@@ -116,7 +116,7 @@ async def sample_tokens(http: aiohttp.ClientSession, url: str, model: str) -> li
     return told
 
 
-async def check_model(http: aiohttp.ClientSession, url: str, facts: Facts, settings: RemoteSettings) -> None:
+async def check_model(http: aiohttp.ClientSession, url: str, facts: WorkerFacts, settings: RemoteSettings) -> None:
     """Raise Unfit for a server of another model or tokenizer than this deployment's."""
     names = {settings.model_name, settings.model}
     if not ({facts.model, facts.root} & names or Path(facts.root).name in {Path(name).name for name in names}):
@@ -245,7 +245,7 @@ _chunk = msgspec.json.Decoder(_Chunk).decode
 _TOKEN_ID = "token_id:"  # noqa: S105  # a prefix of vLLM's
 
 
-def openai_body(request: EngineRequest, facts: Facts, salt: str, bad_words: list[str]) -> dict[str, Any]:
+def openai_body(request: EngineRequest, facts: WorkerFacts, salt: str, bad_words: list[str]) -> dict[str, Any]:
     """Return the body for /v1/completions of vLLM or TensorRT-LLM. ``bad_words``: those of several tokens, as text.
 
     Raises ValueError for a rule that the server does not have.
@@ -287,7 +287,7 @@ def openai_body(request: EngineRequest, facts: Facts, salt: str, bad_words: list
     return body
 
 
-def structured(request: EngineRequest, facts: Facts) -> dict[str, Any]:
+def structured(request: EngineRequest, facts: WorkerFacts) -> dict[str, Any]:
     """Return the field with a request's grammar, by the name of this version."""
     (grammar,) = msgspec.json.decode(request.grammar)["grammars"]
     schema, lark = grammar.get("json_schema"), grammar.get("lark_grammar")
@@ -368,7 +368,7 @@ def _common(request: EngineRequest, rules: TokenRules, most: str) -> dict[str, A
     }
 
 
-def _takes(facts: Facts, name: str) -> bool:
+def _takes(facts: WorkerFacts, name: str) -> bool:
     return not facts.fields or name in facts.fields
 
 
@@ -395,7 +395,7 @@ class _SglangEvent(msgspec.Struct):
 _sglang = msgspec.json.Decoder(_SglangEvent).decode
 
 
-def sglang_body(request: EngineRequest, facts: Facts, salt: str, bad_words: list[str]) -> dict[str, Any]:
+def sglang_body(request: EngineRequest, facts: WorkerFacts, salt: str, bad_words: list[str]) -> dict[str, Any]:
     """Return the body for SGLang's /generate. Raises ValueError for what it does not have."""
     sampling, rules = request.sampling, request.sampling.rules or TokenRules()
     refused = {

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from serve_app.api.request import ignored_fields
-from serve_app.batch.batches import Batch, new_id
+from serve_app.batch.batches import StoredBatch, new_id
 from serve_app.batch.files import MAX_FILE_BYTES
 from serve_app.batch.wire import BatchBody, MessageBatchBody, PageQuery, anthropic_batch, expiry_of, openai_batch, page
 from serve_app.errors import InvalidRequest, NotFound
@@ -137,7 +137,7 @@ async def create_batch(request: Request, services: Front) -> Response:
         if source.purpose != "batch":
             raise InvalidRequest(f"The file's purpose is {source.purpose}; upload it as batch.", param="input_file_id")
         now_s = desk.objects.now_s()
-        batch = Batch(
+        batch = StoredBatch(
             id=new_id("batch_"),
             endpoint=body.endpoint,
             content=source.content,
@@ -199,7 +199,7 @@ async def create_message_batch(request: Request, services: Front) -> Response:
 
         now_s = desk.objects.now_s()
         content, size = await desk.files.write(tenant, parts(), desk.objects.ttl_s)
-        batch = Batch(
+        batch = StoredBatch(
             id=new_id("msgbatch_"),
             endpoint="/v1/messages",
             content=content,
@@ -269,7 +269,7 @@ async def delete_message_batch(request: Request, services: Front, batch_id: str)
 
 async def _found(
     request: Request, services: Services, batch_id: str, *, anthropic: bool
-) -> tuple[BatchDesk, str, Batch]:
+) -> tuple[BatchDesk, str, StoredBatch]:
     """Return the desk, the tenant's name and its batch, if it is of this API. Raises NotFound."""
     desk, tenant = _desk(request, services)
     found = await desk.batches.get(tenant, batch_id)
@@ -278,7 +278,7 @@ async def _found(
     return desk, tenant, found
 
 
-def _shown(request: Request, batch: Batch) -> dict[str, Any]:
+def _shown(request: Request, batch: StoredBatch) -> dict[str, Any]:
     path = f"{request.scope.get('root_path', '')}{BATCHES_PATH}/{batch.id}/results"
     return anthropic_batch(batch, str(request.url.replace(path=path, query="")))
 

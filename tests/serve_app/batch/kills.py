@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from serve_app.batch import worker
-from serve_app.batch.batches import Batch, Batches, new_id
+from serve_app.batch.batches import Batches, StoredBatch, new_id
 from serve_app.batch.files import Files
-from serve_app.batch.worker import Said, Worker
+from serve_app.batch.worker import BatchWorker, Said
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
 from serve_app.stored import StorageLimits, StoredObjects, open_database
@@ -45,7 +45,7 @@ async def run(batches: Batches) -> None:
         answer = {"tenant": tenant, "prompt": text, "id": request_id, "usage": {"prompt_tokens": 1}}
         return Said(400 if bad else 200, json.dumps(answer).encode())
 
-    one = Worker(batches, "runner", ask, lambda _: True, lambda *_: True, lambda: 8, lambda: 2)
+    one = BatchWorker(batches, "runner", ask, lambda _: True, lambda *_: True, lambda: 8, lambda: 2)
     one.start()
     await asyncio.Event().wait()
 
@@ -70,7 +70,7 @@ async def submitted(file: Path, url: str | None) -> dict[str, str]:
 
         content, size = await batches.files.write(tenant, parts(), 3600)
         now_s = time.time()
-        batch = Batch(
+        batch = StoredBatch(
             id=new_id("batch_"), endpoint="/v1/completions", content=content, size=size, created_at=now_s,
             expires_at=now_s + 3600,
         )  # fmt: skip

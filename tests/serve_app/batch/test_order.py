@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.batch.order import Group, Runner, as_given, beginnings, grouped
+from serve_app.batch.order import Group, LineRunner, as_given, beginnings, grouped
 
 LONG = "m" * 5000
 WORDS = "river stone copper garden winter signal harbor window letter orange".split()
@@ -94,7 +94,7 @@ def test_two_thousand_shuffled_requests_compute_each_beginning_once() -> None:
 
     for groups in (grouped(chains), as_given(len(chains))):
         started.clear()
-        asyncio.run(Runner(work, lambda: 16, lambda: 4).run(groups))
+        asyncio.run(LineRunner(work, lambda: 16, lambda: 4).run(groups))
         assert sorted(started) == sorted(shuffled)
         if len(groups) > 1:
             assert computed(started, 10) == 50
@@ -119,7 +119,7 @@ def test_the_first_request_of_a_group_is_alone_until_it_is_answered() -> None:
         await asyncio.sleep(0.001)
         running.discard(number)
 
-    asyncio.run(Runner(work, lambda: 8, lambda: 2).run(grouped(chains)))
+    asyncio.run(LineRunner(work, lambda: 8, lambda: 2).run(grouped(chains)))
     assert most["all"] == 8
     assert most["lanes"] <= 3, "one that ends, and the next"
 
@@ -136,5 +136,5 @@ def test_a_failure_and_a_cancel_end_all_that_is_in_progress() -> None:
             ended.append(number)
 
     with pytest.raises(ValueError, match="three"):
-        asyncio.run(Runner(work, lambda: 4, lambda: 2).run(as_given(9)))
+        asyncio.run(LineRunner(work, lambda: 4, lambda: 2).run(as_given(9)))
     assert sorted(ended) == [0, 1, 2, 3]

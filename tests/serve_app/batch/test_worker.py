@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from serve_app.batch.worker import Said, Worker
+from serve_app.batch.worker import BatchWorker, Said
 from tests.serve_app.batch.kills import LINES, TENANTS, ended, judged, opened, submitted
 
 KILLS = 40
@@ -39,9 +39,9 @@ def test_a_runner_that_stops_hands_over_and_a_busy_server_is_asked_again(tmp_pat
         status = 400 if prompt.endswith("7") else 200
         return Said(status, json.dumps({"prompt": prompt}).encode())
 
-    def runner(name: str) -> Worker:
+    def runner(name: str) -> BatchWorker:
         batches = opened(file, None)
-        return Worker(batches, name, ask, known.__contains__, lambda *_: True, lambda: 16, lambda: 2)
+        return BatchWorker(batches, name, ask, known.__contains__, lambda *_: True, lambda: 16, lambda: 2)
 
     async def run() -> Counter[str]:
         made = await submitted(file, None)

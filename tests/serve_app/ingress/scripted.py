@@ -31,7 +31,7 @@ from serve_app.fairness.shares import Shares
 from serve_app.generation.answer import TakeOutput
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
-from serve_app.ingress.batches import BatchDesk, Gate
+from serve_app.ingress.batches import BatchDesk, ModelGate
 from serve_app.ingress.client_headers import ClientHeaders
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
@@ -239,7 +239,7 @@ def scripted(
         if backend is not None:
             services.records.stored = StoredResponses(backend, secret, FairWorkers(shares), BOUNDS)
             objects = StoredObjects(backend, secret, FairWorkers(shares), BOUNDS)
-            gate = Gate(lambda name: name == "demo", door, lambda: 1, lambda: 0)
+            gate = ModelGate(lambda name: name == "demo", door, lambda: 1, lambda: 0)
             services.records.batches = script.desk = BatchDesk(objects, "ingress", lambda: tenants.by_name, [gate])
         return ClientHeaders(make_application(services))  # as Ray serves it
 

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from serve_app.batch import files as files_module
 from serve_app.batch import worker
-from serve_app.batch.batches import Batch, Batches
+from serve_app.batch.batches import Batches, StoredBatch
 from serve_app.batch.files import Files
 from serve_app.config.tenants import TenantConfig
 from serve_app.fairness.queue import FairWorkers
@@ -300,7 +300,7 @@ def test_a_batch_expires_with_what_was_answered(client: OpenAI, script: Script, 
     script.end(2)
     wait(lambda: len(script.asked) >= before + 6)
 
-    def expire(batch: Batch) -> bool:
+    def expire(batch: StoredBatch) -> bool:
         batch.expires_at = time.time()
         return True
 
