@@ -91,8 +91,8 @@ def server(policy: str, pulls: str, arguments: argparse.Namespace) -> Iterator[s
         yield url
 
 
-async def measure(url: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Send every prompt in random order; return cache use, TTFTs in ms and pulled bytes.
+async def measure(url: str, name: str, arguments: argparse.Namespace, first: int = 0) -> dict[str, Any]:
+    """Send every prompt in random order; return cache use, TTFTs in ms and pulled bytes. ``first``: the first's number.
 
     A repeat counts as served from the cache if its reused tokens cover all full blocks of the system prompt but one.
     """
@@ -100,7 +100,7 @@ async def measure(url: str, name: str, arguments: argparse.Namespace) -> dict[st
     order = [prompt for prompt in range(arguments.prompts) for _ in range(arguments.rounds)]
     random.Random(1).shuffle(order)
     seen: set[int] = set()
-    first: list[TimedAnswer] = []
+    news: list[TimedAnswer] = []
     repeats: list[TimedAnswer] = []
     turns = iter(progress(list(enumerate(order)), name))
     async with httpx.AsyncClient(timeout=300) as client:
@@ -109,9 +109,9 @@ async def measure(url: str, name: str, arguments: argparse.Namespace) -> dict[st
             for number, prompt in turns:
                 is_first = prompt not in seen
                 seen.add(prompt)
-                system = text_of(arguments.prompt_tokens, model_path, prompt)
+                system = text_of(arguments.prompt_tokens, model_path, first + prompt)
                 body = chat_body(arguments.model, 4, f"Question number {number}?", system)
-                (first if is_first else repeats).append(await stream_chat(client, url, body))
+                (news if is_first else repeats).append(await stream_chat(client, url, body))
 
         await asyncio.gather(*(work() for _ in range(arguments.clients)))
         await asyncio.sleep(1.0)  # replicas report their counters twice a second
@@ -128,8 +128,9 @@ async def measure(url: str, name: str, arguments: argparse.Namespace) -> dict[st
         "hit_rate": sum(answer.cached_tokens for answer in repeats) / sum(answer.prompt_tokens for answer in repeats),
         "delivered_as_predicted": delivered / selected if selected else 1.0,
         "pulled_bytes": round(pulled_tokens * kv_room(fields, DTYPE, 0).bytes_per_token),
-        "first_ttft_ms": spread([1000 * answer.ttft_s for answer in first]),
+        "first_ttft_ms": spread([1000 * answer.ttft_s for answer in news]),
         "repeat_ttft_ms": spread([1000 * answer.ttft_s for answer in repeats]),
+        "repeat_ttft_ms_mean": 1000 * sum(answer.ttft_s for answer in repeats) / len(repeats),
     }
 
 
