@@ -88,7 +88,9 @@ def workers(arguments: argparse.Namespace) -> Iterator[list[str]]:
     """Run the servers; yield them as entries of the setting `workers`."""
     needed = arguments.prompts * math.ceil(arguments.prompt_tokens / BLOCK)
     blocks = math.ceil(needed / (arguments.working_set * SERVERS))
-    sizes = f"--dtype float32 --enforce-eager --max-model-len 2048 --block-size {BLOCK} --num-gpu-blocks-override {blocks}"
+    sizes = (
+        f"--dtype float32 --enforce-eager --max-model-len 2048 --block-size {BLOCK} --num-gpu-blocks-override {blocks}"
+    )
     with ExitStack() as stack:
         entries = []
         for _ in range(SERVERS):
