@@ -15,6 +15,8 @@ from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from tests.harness.worker_double import Process, doubles
 from tests.integration.conftest import HTTP, alone, cache_state, eventually, explained, metric, wait_until_cached
 
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
 KILLS = int(os.environ.get("WARMPATH_KILLS", "4"))
 """A hundred take some minutes."""
 
