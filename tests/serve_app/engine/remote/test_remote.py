@@ -71,7 +71,7 @@ def seated(*entries: str, **settings: Any) -> Iterator[Seat]:
         seat.stop()
 
 
-def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+def until(holds: Callable[[], bool], within_s: float = 120.0) -> None:
     deadline_s = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline_s, "it did not happen"
