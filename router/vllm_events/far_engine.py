@@ -34,7 +34,7 @@ class FarEngine:
         self._last = deque[bool](maxlen=JUDGED)
         self._lies = ""
         self._unheard_s: float | None = None
-        self._batches = 0
+        self._batches = self._connections = 0
 
     def follow(self, publish: str, replay: str) -> None:
         """Begin to listen. ``publish``, ``replay``: as in ``EventSubscriber``; ``replay`` "": nothing is sent again."""
@@ -60,6 +60,7 @@ class FarEngine:
         """Compare a request's reused tokens with its prediction."""
         if not predicted_tokens:
             return
+        self._renew()
         fits = cached_tokens >= predicted_tokens
         self.right, self.wrong = self.right + fits, self.wrong + (not fits)
         self._last.append(fits)
@@ -77,6 +78,7 @@ class FarEngine:
         follower = self.follower
         if self.blind or follower is None:
             return self.blind or "no KV events are followed"
+        self._renew()
         if follower.unsupported:
             return follower.unsupported
         if not (follower.connected or follower.resent):
@@ -86,3 +88,14 @@ class FarEngine:
         if self._unheard_s is not None and now_s - self._unheard_s > SILENT_S:
             return "it publishes no KV events (start it with --kv-events-config)"
         return self._lies
+
+    def _renew(self) -> None:
+        """Judge the engine anew once its feed has come back: it may be another process, and no one saw the other go."""
+        follower = self.follower
+        if follower is None or follower.connections == self._connections:
+            return
+        self._connections = follower.connections
+        self._last.clear()
+        if self._lies:
+            self._lies = ""
+            follower.tell(anew=True)

@@ -46,6 +46,21 @@ def test_a_liar_is_believed_again_after_a_row_of_right_predictions() -> None:
     assert routers.held() == {b"k" * 16}
 
 
+def test_a_liar_whose_feed_came_back_is_judged_anew() -> None:
+    """It may be another process, which came so soon that nobody missed the first one."""
+    engine, follower, routers = judged()
+    for _ in range(WRONG):
+        engine.judge(100, 0)
+    assert engine.doubt(0.0)
+    follower.connections += 1
+    assert not engine.doubt(0.0)
+    assert routers.held() == {b"k" * 16}
+    for _ in range(WRONG):
+        assert not engine.doubt(0.0)
+        engine.judge(100, 0)
+    assert engine.doubt(0.0)
+
+
 @given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 64))))
 def test_only_broken_promises_count(requests: list[tuple[int, int]]) -> None:
     """A request without a promise, or with more than was promised, proves no lie."""
