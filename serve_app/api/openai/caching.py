@@ -47,6 +47,13 @@ class Mark(NamedTuple):
     ttl_s: float
 
 
+def take_marks(unread: set[str]) -> bool:
+    """Return whether conversations' parts have marks: then they are among the ``unread`` fields, and are taken out."""
+    found = {path for path in unread if path.endswith(f".content[].{MARK}")}
+    unread -= found
+    return bool(found)
+
+
 def marks_in(items: Sequence[Any], ttl: str | None, path: str) -> list[Mark]:
     """Return the latest marks in the parts of messages or items. Raises InvalidRequest for one of another form.
 

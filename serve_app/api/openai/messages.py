@@ -61,7 +61,7 @@ class Message(TypedDict):
 
 
 _FIELDS = frozenset(Message.__annotations__)
-_PART_FIELDS = frozenset({*_TEXT_PART["properties"], MARK})
+_PART_FIELDS = frozenset(_TEXT_PART["properties"])
 MESSAGE_FIELDS = (
     *(f"messages[].{name}" for name in _FIELDS),
     *(f"messages[].content[].{name}" for name in _TEXT_PART["properties"]),
@@ -138,7 +138,9 @@ def joined(
                 example = f'{{"type": "{kinds.read[0]}", "text": "..."}}'
                 said = f"a string, or parts like {example}; {str(kind)[:64]!r} is not read here"
                 raise InvalidRequest(f"{path} must be text only: {said}.", param=path)
-            texts.append(as_text(part, path, f"{path.partition('[')[0]}[].content[]", kinds, ignored))
+            where = f"{path.partition('[')[0]}[].content[]"
+            texts.append(as_text(part, path, where, kinds, ignored))
+            ignored.update({f"{where}.{MARK}"} if part.get(MARK) is not None else ())
             continue
         text = part.get(name)
         if isinstance(text, list) and kind == "thinking":

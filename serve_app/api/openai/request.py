@@ -23,7 +23,7 @@ from serve_app.api.json_body import (
     Whole,
     refused,
 )
-from serve_app.api.openai.caching import DAY_S, MARK, CacheOptions, Mark, marks_in
+from serve_app.api.openai.caching import DAY_S, MARK, CacheOptions, Mark, marks_in, take_marks
 from serve_app.api.openai.messages import MESSAGE_FIELDS, Message, for_template, ignored_in
 from serve_app.api.openai.tools import (
     MAX_TOOL_VALUES,
@@ -458,7 +458,7 @@ class ChatBody(GenerationBody):
         messages = tuple(for_template(message, index, in_parts) for index, message in enumerate(self.messages))
         marks = (
             CacheBreakpoint((*messages[:at], for_template(cut, at, set())), ttl_s)  # type: ignore[arg-type]
-            for at, cut, ttl_s in self.marks(self.messages, "messages")
+            for at, cut, ttl_s in (self.marks(self.messages, "messages") if take_marks(in_parts) else ())
         )
         return ChatRequest(
             messages=messages,

@@ -52,6 +52,23 @@ def test_marks_keep_equal_prefixes_in_chats_and_responses(client: OpenAI, script
     assert text(script.asked[-1].token_ids.tolist()[: save.tokens + BLOCK]).count("before any advice") == 8
 
 
+def test_a_mark_in_a_part_that_becomes_text_counts(client: OpenAI, script: Script) -> None:
+    """And one that is no part's is an unread field, which the answer names."""
+    script.text = "Yes."
+    source = {"type": "text", "media_type": "text/plain", "data": RULES}
+    other = {"type": "document", "source": source, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    chat(client, [{"role": "user", "content": [other, part("And?", marked=False)]}])
+    assert len(script.asked[-1].saves) == 1
+    marked = {"role": "user", "content": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    for ask in (chat, respond):
+        ask(client, [marked])
+        assert script.asked[-1].saves == ()
+    raw = client.with_raw_response.chat.completions.create(model="demo", messages=[marked])  # type: ignore[list-item]
+    assert "messages[].prompt_cache_breakpoint" in raw.headers["x-warmpath-warning"]
+    raw = client.with_raw_response.responses.create(model="demo", input=[marked])  # type: ignore[list-item]
+    assert "input[].prompt_cache_breakpoint" in raw.headers["x-warmpath-warning"]
+
+
 def test_four_marks_are_kept_the_latest(client: OpenAI, script: Script) -> None:
     script.text = "Yes."
     turns = [{"role": "user", "content": [part(f"{number}: {RULES}")]} for number in range(6)]

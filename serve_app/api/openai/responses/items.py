@@ -9,14 +9,13 @@ from pydantic import Field
 
 from serve_app.api.as_text import as_text
 from serve_app.api.json_body import RESPONSE_ITEMS, RESPONSE_PARTS, JsonBody, call_id
-from serve_app.api.openai.caching import MARK
 from serve_app.api.openai.messages import joined
 from serve_app.api.openai.tools import called, check_arguments, with_input
 from serve_app.api.request import reasoning_fields
 from serve_app.errors import InvalidRequest
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", MARK})
+_PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs"})
 _ITEM_FIELDS = {
     "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
     "function_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "arguments", "caller"}),

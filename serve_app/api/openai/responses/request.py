@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from serve_app.api.json_body import RESPONSE_TOOLS, JsonBody, Must, Refused, Text128, Text1024, Whole
+from serve_app.api.openai.caching import take_marks
 from serve_app.api.openai.request import (
     BOUNDED,
     INSTEAD,
@@ -247,7 +248,7 @@ class ResponsesBody(GenerationBody):
         messages = as_far(given, ignored)
         marks = (
             CacheBreakpoint(tuple(as_far([*given[:at], cut], set())), ttl_s)
-            for at, cut, ttl_s in self.marks(given, "input")
+            for at, cut, ttl_s in (self.marks(given, "input") if take_marks(ignored) else ())
         )
         if not messages:
             raise InvalidRequest("input must hold at least one item.", param="input")
