@@ -238,12 +238,14 @@ class Scheduler:
 
     def _make_way(self) -> list[SequenceState]:
         """Preempt sequences that yield, the last started first, until another one that waits has a slot and blocks."""
-        denied = self._denied
+        denied, full = self._denied, len(self.running) >= self._settings.max_num_seqs
+        able = [one for one in self.running if yields(one)] if denied is not None or full else []
+        if not able:
+            return []
         waiting = denied if denied is not None and denied.request.request_id in self._waiting else None
-        if waiting is None and len(self.running) >= self._settings.max_num_seqs:
+        if waiting is None and full:
             waiting = next((one for one in self.ready() if not yields(one)), None)
         preempted: list[SequenceState] = []
-        able = [one for one in self.running if yields(one)] if waiting is not None else []
         while waiting is not None and able:
             needed = blocks_to_reserve(waiting, self._cache.block_size) - waiting.held_blocks_hint
             fits = self._running.verdict(waiting.request.tenant, needed, 0) == "granted"
