@@ -1,5 +1,6 @@
 """An engine that is no process of ours: its KV events as long as they can be followed and believed, else why not."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -31,6 +32,8 @@ class FarEngine:
         self.blind = ""
         self.follower: EventSubscriber | None = None
         self._sink = sink
+        self._silent = False
+        self._passing = threading.Lock()
         self._last = deque[bool](maxlen=JUDGED)
         self._lies = ""
         self._unheard_s: float | None = None
@@ -42,14 +45,25 @@ class FarEngine:
         self.follower.start()
 
     def stop(self) -> None:
-        """Stop listening; the sink gets nothing more from the engine."""
+        """Stop listening; the sink gets nothing more from the engine. It may take some seconds."""
+        self._silent = True
         if self.follower is not None:
             self.follower.stop()
 
+    def forget(self) -> None:
+        """Let the sink forget the engine's blocks and get nothing more from it; ``stop`` is still due."""
+        self._silent = True
+        self._clear()
+
     def hear(self, events: Sequence[Event]) -> None:
         """Take the pool's events, in the listening thread."""
-        if not self._lies:
-            self._sink(events)
+        with self._passing:
+            if not (self._lies or self._silent):
+                self._sink(events)
+
+    def _clear(self) -> None:
+        with self._passing:  # nothing that is on its way comes after it
+            self._sink((CacheCleared(),))
 
     def computed(self, now_s: float) -> None:
         """Note that the engine has just filled a block, and will report it."""
@@ -67,7 +81,7 @@ class FarEngine:
         wrong = self._last.count(False)
         if not self._lies and wrong >= WRONG:
             self._lies = f"of its last {len(self._last)} predictions {wrong} were wrong: fewer tokens were cached"
-            self._sink((CacheCleared(),))
+            self._clear()
         elif self._lies and not wrong and len(self._last) == JUDGED:
             self._lies = ""
             if self.follower is not None:

@@ -167,18 +167,18 @@ class Batches:
         return await self.change(tenant, batch_id, cancel) or await self.get(tenant, batch_id)
 
     async def delete(self, tenant: str, batch: StoredBatch) -> None:
-        """Remove a batch that has ended, and its results."""
-        await self.objects.remove(tenant, BATCH, batch.id)
+        """Remove a batch that has ended, and its results. One that breaks off is done by asking again."""
         await self.tidy(tenant, batch)
         if batch.results:
             await self.files.forget(tenant, batch.results)
+        await self.objects.remove(tenant, BATCH, batch.id)
 
     async def tidy(self, tenant: str, batch: StoredBatch) -> None:
-        """Remove what an ended batch no longer needs."""
-        await self.objects.remove("", QUEUE, batch.id)
+        """Remove what an ended batch no longer needs; its entry in the queue last, by which others would go on."""
         await self.objects.remove(tenant, _lines(batch))
         if batch.owns_content:
             await self.files.forget(tenant, batch.content)
+        await self.objects.remove("", QUEUE, batch.id)
 
     async def queue(self) -> list[QueuedBatch]:
         """Return the queued batches of all tenants, the oldest first."""

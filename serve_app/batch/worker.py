@@ -192,7 +192,11 @@ class BatchWorker:
                 self._news.set()
 
     async def _let_go(self, run: _Run) -> None:
+        ended = False
+
         def free(batch: StoredBatch) -> bool:
+            nonlocal ended
+            ended = batch.ended
             if batch.holder != self.name or batch.ended:
                 return False
             batch.holder, batch.held_until_s = "", 0.0
@@ -200,6 +204,8 @@ class BatchWorker:
 
         try:
             await self.batches.change(run.tenant, run.batch.id, free)
+            if ended and not run.batch.ended:  # by another, after a pause here: a line may have come too late for it
+                await self.batches.tidy(run.tenant, run.batch)
         except WarmpathError:
             logger.warning("batch %s is free once its lease ends", run.batch.id)
 

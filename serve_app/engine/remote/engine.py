@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import structs
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, hash_blocks
-from router.protocol.events import CacheCleared, LoadReport, StatsReport
+from router.protocol.events import LoadReport, StatsReport
 from router.vllm_events.far_engine import SILENT_S, FarEngine
 from serve_app.config.engine import CAPABILITIES, ENGINES, Capability
 from serve_app.config.workers import Worker, listed
@@ -427,11 +427,11 @@ class RemoteEngine(ExternalEngine):
         """Take no requests until a worker is fit, and let other replicas continue those here."""
         if self._out != why:
             logger.warning("this replica takes no requests: %s", why)
-        self._facts, self._out = None, why
         far, self._far = self._far, self._far_engine(0)
         if far.follower is not None:
+            far.forget()
             self._loop.run_in_executor(None, far.stop)
-            self._sink((CacheCleared(),))
+        self._facts, self._out = None, why
         with self._lock:
             requests = list(self._load.live.values())
         for live in requests:

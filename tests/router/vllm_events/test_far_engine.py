@@ -1,9 +1,13 @@
 """Predictions by a server's events against what it delivered."""
 
+import threading
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.protocol.events import BlocksStored, CacheCleared
+from router.protocol.events import BlocksStored, CacheCleared, Event
 from router.vllm_events.far_engine import JUDGED, SILENT_S, WRONG, FarEngine
 from tests.router.vllm_events.pool_model import Routers
 
@@ -59,6 +63,37 @@ def test_a_liar_whose_feed_came_back_is_judged_anew() -> None:
         assert not engine.doubt(0.0)
         engine.judge(100, 0)
     assert engine.doubt(0.0)
+
+
+def lied(engine: FarEngine) -> None:
+    for _ in range(WRONG):
+        engine.judge(100, 0)
+
+
+@pytest.mark.parametrize("drop", [FarEngine.forget, lied])
+def test_nothing_that_is_on_its_way_comes_after_the_blocks_are_forgotten(drop: Callable[[FarEngine], None]) -> None:
+    heard: list[Event] = []
+    on_its_way, go_on = threading.Event(), threading.Event()
+
+    def slow(events: list[Event]) -> None:
+        if isinstance(events[0], BlocksStored):
+            on_its_way.set()
+            go_on.wait(60)
+        heard.extend(events)
+
+    engine = FarEngine(16, 100, slow)  # type: ignore[arg-type]
+    engine.follower = Follower(engine)  # type: ignore[assignment]
+    listening = threading.Thread(target=engine.hear, args=([BlocksStored(b"b" * 16)],))
+    listening.start()
+    assert on_its_way.wait(60)
+    dropping = threading.Thread(target=drop, args=(engine,))
+    dropping.start()
+    dropping.join(0.2)  # without order, it is done now
+    go_on.set()
+    listening.join(60)
+    dropping.join(60)
+    engine.hear([BlocksStored(b"c" * 16)])
+    assert heard == [BlocksStored(b"b" * 16), CacheCleared()]
 
 
 @given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 64))))

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from serve_app.batch import worker
@@ -56,10 +56,10 @@ def started(file: Path, url: str | None) -> int:
     return pid
 
 
-async def submitted(file: Path, url: str | None) -> dict[str, str]:
+async def submitted(file: Path, url: str | None, tenants: Sequence[str] = TENANTS) -> dict[str, str]:
     """Queue a batch for each tenant; return the tenants by id."""
     batches, made = opened(file, url), {}
-    for tenant in TENANTS:
+    for tenant in tenants:
         lines = [
             {"custom_id": f"c{at}", "url": "/v1/completions", "body": {"prompt": f"{tenant} {at}"}}
             for at in range(LINES)

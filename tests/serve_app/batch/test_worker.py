@@ -4,14 +4,26 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
+import pytest
+
+from serve_app.batch import worker
+from serve_app.batch.batches import LineResult, StoredBatch
 from serve_app.batch.worker import BatchWorker, Said
+from serve_app.errors import NotFound
 from tests.serve_app.batch.kills import LINES, TENANTS, ended, judged, opened, submitted
 
 KILLS = 40
+
+
+async def until(met: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while not await met():  # noqa: ASYNC110  # other processes decide
+            await asyncio.sleep(0.05)
 
 
 def test_killed_runners_lose_and_repeat_no_line(tmp_path: Path) -> None:
@@ -20,6 +32,78 @@ def test_killed_runners_lose_and_repeat_no_line(tmp_path: Path) -> None:
     counts = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=250).stdout)
     assert counts["kills"] >= KILLS and counts["results"] == counts["batches"] * LINES > 0
     assert [counts[name] for name in ("lost", "repeated", "wrong", "left", "unended")] == [0] * 5
+
+
+@pytest.mark.parametrize("steps", range(3))
+def test_a_runner_that_died_while_it_tidied_is_continued(steps: int, tmp_path: Path) -> None:
+    async def run() -> None:
+        (batch_id,) = await submitted(tmp_path / "f", None, TENANTS[:1])
+        batches = opened(tmp_path / "f", None)
+        remove, left = batches.objects.remove, steps
+
+        def end(batch: StoredBatch) -> bool:
+            batch.status, batch.total, batch.owns_content = "completed", 1, True
+            return True
+
+        async def mortal(tenant: str, kind: str, name: str | None = None) -> bool:
+            nonlocal left
+            if not left:
+                raise InterruptedError
+            left -= 1
+            return await remove(tenant, kind, name)
+
+        batch = await batches.change(TENANTS[0], batch_id, end)
+        assert batch is not None
+        assert await batches.keep(TENANTS[0], batch, 0, LineResult("c0", 200, "r", msgspec.Raw(b"null")))
+        batches.objects.remove = mortal  # type: ignore[method-assign]
+        with pytest.raises(InterruptedError):
+            await batches.tidy(TENANTS[0], batch)
+
+        async def ask(*_: object) -> Said:
+            raise AssertionError("it has ended")
+
+        last = BatchWorker(opened(tmp_path / "f", None), "last", ask, bool, lambda *_: True, lambda: 1, lambda: 1)
+        last.start()
+        await until(lambda: ended(tmp_path / "f", None))
+        await last.stop()
+        assert not await batches.done(TENANTS[0], batch)
+        with pytest.raises(NotFound):
+            await batches.files.part(TENANTS[0], batch.content, 0, 1)
+
+    asyncio.run(run())
+
+
+def test_a_line_that_comes_after_another_runner_ended_the_batch_is_tidied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "TICK_S", 3600.0)  # the runner is stopped, and does not look at the row
+
+    async def run() -> None:
+        asked, wake = asyncio.Event(), asyncio.Event()
+        (batch_id,) = await submitted(tmp_path / "f", None, TENANTS[:1])
+        batches = opened(tmp_path / "f", None)
+
+        async def ask(*_: object) -> Said:
+            asked.set()
+            await wake.wait()
+            return Said(200, b"{}")
+
+        def end(batch: StoredBatch) -> bool:
+            batch.holder, batch.status = "other", "completed"
+            return True
+
+        late = BatchWorker(opened(tmp_path / "f", None), "late", ask, bool, lambda *_: True, lambda: 1, lambda: 1)
+        late.start()
+        await asyncio.wait_for(asked.wait(), 60)
+        batch = await batches.change(TENANTS[0], batch_id, end)
+        assert batch is not None
+        await batches.tidy(TENANTS[0], batch)
+        wake.set()
+        await until(lambda: asyncio.sleep(0, not late.running))
+        await late.stop()
+        assert not await batches.done(TENANTS[0], batch)
+
+    asyncio.run(run())
 
 
 def test_a_runner_that_stops_hands_over_and_a_busy_server_is_asked_again(tmp_path: Path) -> None:
@@ -52,10 +136,7 @@ def test_a_runner_that_stops_hands_over_and_a_busy_server_is_asked_again(tmp_pat
         second.start()
         known.add(TENANTS[1])
         second.wake()
-        deadline_s = time.monotonic() + 60
-        while not await ended(file, None):
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.05)
+        await until(lambda: ended(file, None))
         await second.stop()
         counts = Counter[str]()
         await judged(file, None, made, counts)
