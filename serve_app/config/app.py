@@ -1,6 +1,8 @@
 """All settings of a deployment except secrets: one flat pydantic model, with vLLM's names for settings of vLLM."""
 
 import re
+from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -25,6 +27,7 @@ REPLICAS = "Replica"
 """The name of the deployment of a single model's replicas; those of one of several have names that begin with it."""
 
 _HTTP = re.compile(r"https?://[^\s/]+(/\S*)?")
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_./ -]*")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
 
 
@@ -212,9 +215,11 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         if not self.models:
             return {self.model_name: self}
         found: dict[str, Self] = {}
+        folders = Counter(str(entry.get("disk_cache_dir")) for entry in self.models)
         for entry, joined in zip(self.models, self.entries(), strict=True):
             one = type(self).model_validate(joined)
-            if one.disk_cache_dir is not None and "disk_cache_dir" not in entry:
+            own = "disk_cache_dir" in entry and folders[str(entry["disk_cache_dir"])] == 1
+            if one.disk_cache_dir is not None and not own:
                 # A slot's blocks have one form, so a replica of another model would drop them.
                 one = one.model_copy(update={"disk_cache_dir": one.disk_cache_dir / slug(one.model_name)})
             found[one.model_name] = one
@@ -297,5 +302,9 @@ def deployment_of(model: str, settings: AppConfig) -> str:
 
 
 def slug(name: str) -> str:
-    """Return a model's name as a part of names of deployments, directories and notices."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
+    """Return a model's name as a part of names of deployments, directories and notices.
+
+    Only `/`, a space and `-` are not told apart; the settings are refused then (``config.live``).
+    """
+    made = re.sub(r"[^A-Za-z0-9_.-]", "-", name)
+    return made if _PLAIN.fullmatch(name) else f"{made}-{sha256(name.encode()).hexdigest()[:8]}"

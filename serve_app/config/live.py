@@ -87,8 +87,9 @@ def _names(config: AppConfig, served: Sequence[AppConfig]) -> Iterator[tuple[Loc
             if name in taken:
                 yield at, f"the name {name!r} is given twice; give each model its own served_model_name"
             taken[name] = at
-        if slugs.setdefault(slug(one.model_name), one.model_name) != one.model_name:
-            yield (*place, "model"), f"{one.model_name!r} differs from another name only in signs; rename one"
+        if (other := slugs.setdefault(slug(one.model_name), one.model_name)) != one.model_name:
+            shared = f"{one.model_name!r} and {other!r} would both be deployed as {slug(other)}"
+            yield (*place, "model"), f"{shared}; give one another served_model_name, and the name to aliases"
     prompts = [one.prompts_dir for one in served if one.prompts_dir is not None]
     if len(set(prompts)) < len(prompts):
         yield ("prompts_dir",), "the current versions in it are one model's; give each entry of models its own"

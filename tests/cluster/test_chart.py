@@ -56,12 +56,14 @@ def test_the_chart_is_well_formed(values: list[str]) -> None:
 def test_each_of_several_models_has_its_deployment(tmp_path: Path) -> None:
     """Under the name that the application gives it: else the check would miss one."""
     models = [{}, {"served_model_name": "my own"}, {"model": "org/name"}, {"model": "/models/local.gguf"}]
+    models += [{"served_model_name": "模型"}, {"served_model_name": "a:b"}]
     values = tmp_path / "values.yaml"
     values.write_text(yaml.safe_dump({"settings": {"models": models}}))
     service = made("-f", str(values))["RayService"]
     [app] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     names = [deployment["name"] for deployment in app["deployments"]]
-    assert names == ["Ingress", "Replica-demo", "Replica-my-own", "Replica-org-name", "Replica-local"]
+    assert names[:5] == ["Ingress", "Replica-demo", "Replica-my-own", "Replica-org-name", "Replica-local"]
+    assert [name[:-8] for name in names[5:]] == ["Replica----", "Replica-a-b-"]
     assert mistakes_in(yaml.safe_dump(service)) == []
 
 

@@ -44,7 +44,9 @@ applications:
 {{- define "warmpath.slug" -}}
 {{- $model := .entry.model | default .model | toString }}
 {{- $own := hasPrefix "/" $model | ternary (trimSuffix ".gguf" (base $model)) $model }}
-{{- regexReplaceAll "[^A-Za-z0-9_.-]" (.entry.served_model_name | default $own) "-" }}
+{{- $name := .entry.served_model_name | default $own }}
+{{- regexReplaceAll "[^A-Za-z0-9_.-]" $name "-" }}
+{{- if not (regexMatch "^[A-Za-z0-9_-][A-Za-z0-9_./ -]*$" $name) }}-{{ sha256sum $name | trunc 8 }}{{ end }}
 {{- end }}
 
 {{- define "warmpath.pod" -}}

@@ -8,7 +8,7 @@ from serve_app.cli.checks import machine, settings, workers
 from serve_app.cli.checks.finding import Finding, Look
 from serve_app.config.app import SHARED
 
-CheckNeed = Literal["installation", "port", "machine", "settings", "model", "files", "template"]
+CheckNeed = Literal["installation", "port", "machine", "workers", "settings", "model", "files", "template"]
 
 CHECKS: tuple[tuple[CheckNeed, Callable[[Look], Iterator[Finding]]], ...] = (
     ("installation", machine.installation),
@@ -17,7 +17,7 @@ CHECKS: tuple[tuple[CheckNeed, Callable[[Look], Iterator[Finding]]], ...] = (
     ("machine", machine.room),
     ("machine", machine.torch),
     ("machine", machine.engines),
-    ("machine", workers.workers),
+    ("workers", workers.workers),
     ("settings", settings.prompts),
     ("settings", settings.engine),
     ("model", settings.fit),  # it needs the GPUs of a replica, too, which are known by then
@@ -29,7 +29,7 @@ CHECKS: tuple[tuple[CheckNeed, Callable[[Look], Iterator[Finding]]], ...] = (
 """In the order of their findings. "settings" are checked before a model is fetched."""
 
 
-OF_MODELS: frozenset[CheckNeed] = frozenset({"settings", "model", "files", "template"})
+OF_MODELS: frozenset[CheckNeed] = frozenset({"workers", "settings", "model", "files", "template"})
 """The needs of checks that look at a model's settings."""
 
 

@@ -2,21 +2,24 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from serve_app.cli.checks.file import mistakes_in
 from serve_app.cli.checks.finding import Finding, Look
-from serve_app.cli.checks.run import findings
+from serve_app.cli.checks.run import OF_MODELS, CheckNeed, findings
 from serve_app.cli.console import fail
-from serve_app.config.live import BadSettings, app_config
+from serve_app.config.files import load_settings
 
 
 def doctor(
     port: Annotated[int, typer.Option(help="the instance's HTTP port")] = 8000,
     host: Annotated[str, typer.Option(help="the instance's HTTP address")] = "127.0.0.1",
     model: Annotated[Path | None, typer.Option(help="a checkpoint, whose chat template is looked at, too")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="a settings file: what each of its models needs is looked at, too")
+    ] = None,
     worker: Annotated[list[str] | None, typer.Option(help="a server of `engine: remote`; repeatable")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
@@ -25,13 +28,19 @@ def doctor(
     It starts and changes nothing. Your own running instance is no problem.
     """
     shown: list[Finding] = []
-    remote = {"engine": "remote", "workers": worker} if worker else {}
+    flags: dict[str, Any] = {"engine": "remote", "workers": worker} if worker else {}
+    needs: list[CheckNeed] = ["installation", "port", "machine", "workers"]
+    if model is not None:
+        flags["model"] = str(model.resolve())
+        needs.append("template")
+    if config is not None:
+        needs += [need for need in OF_MODELS if need not in needs]
     try:
-        settings = app_config(remote if model is None else {"model": str(model.resolve()), **remote})
-    except BadSettings as error:
+        settings = load_settings(config, (), **flags)
+    except ValueError as error:
         fail(str(error))
     look = Look("here", settings, (host, port))
-    for finding in findings(look, "installation", "port", "machine", *(() if model is None else ("template",))):
+    for finding in findings(look, *needs):
         shown.append(finding)
         if not as_json:
             print(finding.told())

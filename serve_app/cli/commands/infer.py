@@ -13,6 +13,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from serve_app.cli.console import console, fail, harmless
+from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
 from serve_app.errors import InvalidRequest
 
@@ -56,7 +57,7 @@ def infer(
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="a tenant's key for the server")] = "",
     model: Annotated[
-        str | None, typer.Option(help="a model as for `warmpath serve`; with --url, one it serves")
+        str | None, typer.Option(help="a model as for `warmpath serve`; with --url, or with several, one of them")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit of a hub id")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML or JSON file of settings")] = None,
@@ -149,19 +150,64 @@ def _here(
         for name, path in (file.edge.adapters if file.edge is not None else {}).items():
             if adapters.setdefault(name, path) != path:
                 raise ValueError(f"two files give the adapter {name!r} different paths; answer them one by one")
-    settings = load_settings(config, setting, model=model, revision=revision, replicas=1, tenants=[])
-    if adapters:
-        settings = settings.model_copy(update={"lora_adapters": {**settings.lora_adapters, **adapters}})
-    if any(file.edge is not None for file in asked) and "default_max_tokens" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"default_max_tokens": DEFAULT_MAX_GENERATE_LENGTH})
-    settings = with_local_model(settings, console.print)
-    info = load_served_model(settings)
-    most = min(settings.max_num_seqs, settings.max_waiting_requests)
-    jobs = [
-        InferJob(file.requests, most if file.edge is None else min(most, file.edge.batch_size), file.edge is not None)
-        for file in asked
-    ]
-    asyncio.run(run_batch(settings, info, jobs, take, keep_order=keep_order, explains=debug))
+    flags: dict[str, Any] = {"revision": revision, "replicas": 1, "tenants": []}
+    settings = load_settings(config, setting, model=model, **flags)
+    if settings.models:  # --model names one of them
+        settings = load_settings(config, setting, **flags)
+    answering = _by_model(settings, model if settings.models else None, asked)
+    for name, numbers in answering.items():
+        one = settings.served()[name]
+        edge = any(file.edge is not None for file, some in zip(asked, numbers, strict=True) if some)
+        if edge and adapters:
+            one = one.model_copy(update={"lora_adapters": {**one.lora_adapters, **adapters}})
+        if edge and "default_max_tokens" not in one.model_fields_set:
+            one = one.model_copy(update={"default_max_tokens": DEFAULT_MAX_GENERATE_LENGTH})
+        one = with_local_model(one, console.print)
+        info = load_served_model(one)
+        most = min(one.max_num_seqs, one.max_waiting_requests)
+        jobs = [
+            InferJob(
+                [file.requests[number] for number in some],
+                most if file.edge is None else min(most, file.edge.batch_size),
+                file.edge is not None,
+            )
+            for file, some in zip(asked, numbers, strict=True)
+        ]
+        if settings.models:
+            console.print(harmless(f"{name} answers {sum(map(len, numbers))} requests"))
+
+        def tell(at: int, number: int, answered: "AnsweredLine", numbers: list[list[int]] = numbers) -> None:
+            take(at, numbers[at][number], answered)
+
+        asyncio.run(run_batch(one, info, jobs, tell, keep_order=keep_order, explains=debug))
+
+
+def _by_model(settings: AppConfig, default: str | None, asked: list[_File]) -> dict[str, list[list[int]]]:
+    """Return by served model, in the order of the settings, the numbers of the requests of each file that it answers.
+
+    A request's own `model` chooses; any other goes to ``default``, or to the first one. Aliases become the names that
+    they stand for. Raises ValueError.
+    """
+    served = settings.served()
+    owners = {name: name for name in served}
+    for name, one in served.items():
+        owners |= dict.fromkeys(one.lora_adapters, name)
+    first = next(iter(served))
+    if default is not None:
+        default = settings.aliases.get(default, default)
+        if default not in owners:
+            raise ValueError(f"--model {default}: the settings have `models`; name one of them: {', '.join(owners)}")
+        first = owners[default]
+    found: dict[str, list[list[int]]] = {name: [[] for _ in asked] for name in served}
+    for at, file in enumerate(asked):
+        for number, request in enumerate(file.requests):
+            given = request.body.get("model")
+            name = given if isinstance(given, str) else default or first
+            name = settings.aliases.get(name, name)
+            if isinstance(given, str) or (given is None and name != first):
+                request.body["model"] = name
+            found[owners.get(name, first)][at].append(number)
+    return {name: numbers for name, numbers in found.items() if any(numbers)}
 
 
 async def _remotely(

@@ -15,6 +15,7 @@ from serve_app.checkpoints.kv_planner import KvRoom, kv_room, plan_kv
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, read_trace, reuse_curve
 from serve_app.checkpoints.sources import model_config
 from serve_app.cli.console import fail
+from serve_app.config.files import load_settings
 from serve_app.config.quantities import Bytes
 
 _GOOD_PART = 0.9
@@ -22,8 +23,13 @@ _GOOD_PART = 0.9
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="a model as for `warmpath serve`, or a config.json; fetches no weights")],
     memory: Annotated[str, typer.Option(help="memory of one replica, on all its GPUs, for weights and KV: 80GB")],
+    model: Annotated[
+        str | None, typer.Option(help="a model as for `warmpath serve`, or a config.json; fetches no weights")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="instead of a model: a settings file, for each of its models with its replicas")
+    ] = None,
     prefixes: Annotated[int | None, typer.Option(min=1, help="number of distinct prefixes in use")] = None,
     prefix_tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each prefix")] = None,
     trace: Annotated[Path | None, typer.Option(help="instead of prefixes: Mooncake's JSON lines or their .gz")] = None,
@@ -36,23 +42,55 @@ def plan(
     """Print a cache's capacity and the expected hit rate; exits with 2 for invalid input."""
     if (trace is None) == (prefixes is None) or (prefixes is None) != (prefix_tokens is None):
         fail("give --prefixes and --prefix-tokens, or --trace")
+    if (model is None) == (config is None):
+        fail("give --model, or --config with a settings file")
+    name = model or str(config)
+    told: dict[str, tuple[dict[str, Any], str]] = {}
     try:
         memory_bytes = TypeAdapter(Bytes).validate_python(memory if not memory.isdecimal() else int(memory))
-        fields, ranks = model_config(model), (tensor_parallel_size, pipeline_parallel_size)
-        room_of = partial(kv_room, fields, dtype, ranks=ranks)
-        if trace is not None:
-            figures, text = _by_trace(room_of, memory_bytes, replicas, reuse_curve(read_trace(trace)))
-        else:
-            figures, text = _by_prefixes(room_of, memory_bytes, prefixes or 1, prefix_tokens or 1, replicas)
+        curve = reuse_curve(read_trace(trace)) if trace is not None else None
+        flags = name, dtype, (tensor_parallel_size, pipeline_parallel_size), replicas
+        wanted = _wanted(config, flags)
+        for name, (which, kind, ranks, count) in wanted.items():
+            room_of = partial(kv_room, model_config(which), kind, ranks=ranks)
+            if curve is not None:
+                told[name] = _by_trace(room_of, memory_bytes, count, curve)
+            else:
+                told[name] = _by_prefixes(room_of, memory_bytes, prefixes or 1, prefix_tokens or 1, count)
     except ValidationError as error:
         fail(f"--memory {error.errors()[0]['msg']}")
     except (KeyError, AttributeError) as error:
-        fail(f"{model} lacks a size that a language model's config has: {error}")
+        fail(f"{name} lacks a size that a language model's config has: {error}")
     except CheckpointError as error:
         fail(str(error))
     except (OSError, ValueError, TypeError) as error:
         fail(f"it cannot be read or planned: {error}")
-    print(json.dumps(figures, indent=2) if as_json else text)
+    if model is not None:
+        (figures, text), *_ = told.values()
+        print(json.dumps(figures, indent=2) if as_json else text)
+    elif as_json:
+        print(json.dumps({name: figures for name, (figures, _) in told.items()}, indent=2))
+    else:
+        print("\n\n".join(f"{name}\n{text}" for name, (_, text) in told.items()))
+
+
+_Wanted = tuple[str, str, tuple[int, int], int]
+"""A model, its dtype, its ranks and stages, its replicas."""
+
+
+def _wanted(config: Path | None, flags: _Wanted) -> dict[str, _Wanted]:
+    """Return what to plan by the model's name: what the flags say, or each model of a settings file."""
+    if config is None:
+        return {flags[0]: flags}
+    return {
+        name: (
+            one.model,
+            flags[1] if one.dtype == "auto" else one.dtype,
+            one.rank_sizes,
+            max(1, one.first_replicas),
+        )
+        for name, one in load_settings(config, ()).served().items()
+    }
 
 
 def _by_prefixes(

@@ -328,3 +328,24 @@ def test_the_order_is_the_one_that_computes_least_unless_it_is_kept(runner: Runn
         found[flags] = (int(match[2]), [one["output_text"] for one in responses])
     assert found[""][0] * 2 < found["--keep-order"][0]
     assert found[""][1] == found["--keep-order"][1]
+
+
+def test_each_of_several_models_answers_the_lines_that_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name or an alias; a line without a name is the first model's, or that of ``--model``."""
+    monkeypatch.setenv("WARMPATH_SECRET", "0123456789abcdef")
+    models = [{"served_model_name": name, "engine": "simulated"} for name in ("one", "two")]
+    settings = {"model": "demo", "replicas": 2, "models": models, "aliases": {"gpt-4o": "two"}}
+    (tmp_path / "settings.yaml").write_text(json.dumps(settings))
+    named = {"none": {}, "one": {"model": "one"}, "two": {"model": "two"}, "alias": {"model": "gpt-4o"}}
+    lines = [chat(name, "Who?", **body) for name, body in named.items()]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines, chat("wrong", "Who?", model="three")]))
+    for flags, by_default, count in ((), "one", 3), (("--model", "gpt-4o"), "two", 4):
+        arguments = ["infer", str(tmp_path / "in.jsonl"), "--config", str(tmp_path / "settings.yaml"), *flags]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 1 and "failed: wrong" in said(result)
+        found = [json.loads(line) for line in (tmp_path / "in.responses.jsonl").read_text().splitlines()]
+        answering = {line["custom_id"]: line["response"]["body"].get("model") for line in found}
+        assert answering == {"none": by_default, "one": "one", "two": "two", "alias": "two", "wrong": None}
+        assert f"{by_default} answers {count} requests" in said(result)
+    refused = CliRunner().invoke(app, [*arguments[:4], "--model", "three"])
+    assert refused.exit_code == 2 and "name one of them: one, two" in said(refused)

@@ -197,6 +197,27 @@ def test_the_command_needs_a_config_only(tmp_path: Path) -> None:
     assert table[2] == {"memory_bytes": 80 * 10**9, "prefixes": 48, "hit_rate": 0.48}
 
 
+def test_each_of_several_models_is_planned_with_its_own_settings(tmp_path: Path) -> None:
+    """Under its name: as alone with the flags that say the same."""
+    for name, layers in (("small", 16), ("large", 32)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": layers}))
+    large = {"model": "./large", "replicas": 3, "dtype": "float16", "engine": "vllm", "tensor_parallel_size": 2}
+    (tmp_path / "models.yaml").write_text(json.dumps({"models": [{"model": "./small", "replicas": 1}, large]}))
+    base = ["plan", "--prefixes", "100", "--prefix-tokens", "10000", "--memory", "80GB"]
+    several = CliRunner().invoke(app, [*base, "--config", str(tmp_path / "models.yaml"), "--json"])
+    flags = {"small": [], "large": ["--replicas", "3", "--dtype", "float16", "--tensor-parallel-size", "2"]}
+    alone = {
+        name: json.loads(CliRunner().invoke(app, [*base, "--model", str(tmp_path / name), *more, "--json"]).output)
+        for name, more in flags.items()
+    }
+    assert json.loads(several.output) == alone
+    told = CliRunner().invoke(app, [*base, "--config", str(tmp_path / "models.yaml")]).output
+    assert [line for line in told.splitlines() if line in flags] == ["small", "large"]
+    for wrong in ([], ["--model", "demo", "--config", str(tmp_path / "models.yaml")]):
+        assert CliRunner().invoke(app, [*base, *wrong]).exit_code == 2
+
+
 @pytest.mark.parametrize(("ranks", "part"), [((8, 1), 1.0), ((16, 1), 2.0), ((1, 4), 1.0), ((2, 3), 33 / 32)])
 def test_ranks_hold_a_head_and_as_many_layers_as_the_fullest(ranks: tuple[int, int], part: float) -> None:
     """Eight KV heads on sixteen ranks are held twice; of 32 layers one of three stages has eleven."""

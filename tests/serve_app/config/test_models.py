@@ -13,7 +13,7 @@ from serve_app.app import build_app
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.demo_model import ensure_demo_model
 from serve_app.checkpoints.sources import with_local_model, with_local_models
-from serve_app.config.app import AppConfig
+from serve_app.config.app import AppConfig, slug
 from serve_app.config.live import BadSettings, app_config, of_model, overlaid
 
 TWO: dict[str, Any] = {
@@ -58,8 +58,19 @@ def test_an_entry_says_all_about_its_number_of_replicas_and_its_weights() -> Non
 def test_models_that_share_a_disk_have_directories_of_their_own() -> None:
     disk = {"disk_cache_bytes": 1 << 20, "disk_cache_dir": "/cache"}
     own = {"served_model_name": "a/b", "disk_cache_dir": "/mine"}
-    served = app_config({**TWO, **disk, "models": [*TWO["models"], own]}).served()
-    assert [str(one.disk_cache_dir) for one in served.values()] == ["/cache/one", "/cache/two", "/mine"]
+    same = [{"served_model_name": name, "disk_cache_dir": "/same"} for name in ("..", "x")]
+    served = app_config({**TWO, **disk, "models": [*TWO["models"], own, *same]}).served()
+    folders = ["/cache/one", "/cache/two", "/mine", f"/same/{slug('..')}", "/same/x"]
+    assert [str(one.disk_cache_dir) for one in served.values()] == folders
+
+
+@given(st.lists(st.text(max_size=4), min_size=2, max_size=2, unique=True))
+def test_names_of_models_share_no_deployment_or_the_settings_are_refused(names: list[str]) -> None:
+    """No name leads out of the directory of another one."""
+    one, two = map(slug, names)
+    assert one not in (".", "..") and "/" not in one
+    alike = {name.replace("/", "-").replace(" ", "-") for name in names}
+    assert one != two or len(alike) == 1
 
 
 @pytest.mark.parametrize(
@@ -70,7 +81,7 @@ def test_models_that_share_a_disk_have_directories_of_their_own() -> None:
         ({"models": [{}, {"max_num_seqs": 0}]}, "models.1.max_num_seqs", "must be at least 1"),
         ({"models": [{}, {}]}, "models.1.model", "given twice"),
         ({"models": [{"lora_adapters": {"a": "/a"}}, {"served_model_name": "a"}]}, "models.1.model", "given twice"),
-        ({"models": [{"model": "a/b"}, {"model": "a-b"}]}, "models.1.model", "only in signs"),
+        ({"models": [{"model": "a/b"}, {"model": "a-b"}]}, "models.1.model", "'a-b' and 'a/b' would both be deployed"),
         ({"models": [{"fallback": "demo"}]}, "models.0.fallback", "another of the models"),
         ({"prompts_dir": "/p"}, "prompts_dir", "give each entry"),
         ({"fallback": "one"}, "fallback", "belongs into an entry"),

@@ -59,6 +59,22 @@ def test_a_problem_is_one_line_of_advice_and_status_1(monkeypatch: pytest.Monkey
     assert document["findings"][2] == {"subject": "c", "state": "problem", "found": "broken", "advice": "mend it"}
 
 
+def test_each_model_of_a_settings_file_is_looked_at_under_its_name(tmp_path: Path) -> None:
+    """A directory that is missing is a problem of the entry that names it; the other one is fine."""
+    file = tmp_path / "models.yaml"
+    bad = {"served_model_name": "bad", "model": f"{tmp_path}/none"}
+    file.write_text(json.dumps({"model": "demo", "engine": "simulated", "models": [{}, bad]}))
+    with held_port() as port:
+        result = CliRunner().invoke(app, ["doctor", "--json", "--config", str(file), "--port", str(port)])
+    assert result.exit_code == 1
+    told = [row for row in json.loads(result.output)["findings"] if row["subject"].startswith("models")]
+    assert {row["subject"] for row in told if row["state"] == "problem"} >= {"models.1.model"}
+    assert all(row["found"].startswith("bad: ") and f"{tmp_path}/none" in row["found"] for row in told)
+    file.write_text(json.dumps({"models": [{}, {}]}))
+    twice = CliRunner().invoke(app, ["doctor", "--config", str(file)])
+    assert twice.exit_code == 2 and "given twice" in twice.output
+
+
 def test_this_environment_is_as_pyproject_wants_it() -> None:
     findings = by_subject((*machine.installation(HERE), *machine.shadows(HERE)))
     assert findings.keys() == {"warmpath", "python", "packages", "vllm"}
