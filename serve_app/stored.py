@@ -70,7 +70,7 @@ _FIND = "SELECT data FROM sealed_objects WHERE id = ? AND expires_s >= ?"
 _LIST = "SELECT id{} FROM sealed_objects WHERE owner = ? AND kind = ? AND expires_s >= ?"
 _REMOVE = "DELETE FROM sealed_objects WHERE id = ?"
 _CLEAR = "DELETE FROM sealed_objects WHERE owner = ? AND kind = ?"
-_TAKEN = "SELECT COALESCE(SUM(bytes), 0) FROM sealed_objects WHERE owner = ?"
+_TAKEN = "SELECT COALESCE(SUM(bytes), 0) FROM sealed_objects WHERE owner = ? AND expires_s >= ?"
 
 _SCRIPT = """
 local id, data, now_s, ttl_s, most_bytes = unpack(ARGV)
@@ -222,7 +222,7 @@ class SqlDatabase:
 
     def taken(self, owner: bytes) -> int:
         """Return the bytes of all objects of an owner."""
-        return int(self._execute(_TAKEN, owner)[0][0])
+        return int(self._execute(_TAKEN, owner, self._bounds.now_s())[0][0])
 
     def _execute(self, statement: str, *values: Any) -> Any:
         """Run a statement as a transaction. Return its rows, or the number of changed rows."""

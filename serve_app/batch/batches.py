@@ -19,6 +19,10 @@ BATCH = "batch"
 QUEUE = "queued batches"
 MAX_OPEN = 100
 """A tenant's batches that have not ended."""
+ABANDONED_S = 3600.0
+"""After this time what is half made was left by a process that died: nothing takes so long to be named."""
+OF_INPUT = 0.9
+"""A batch ends after this part of its input's life at the latest, while its lines can still be read."""
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED = ("failed", "completed", "expired", "cancelled")
@@ -119,15 +123,34 @@ class Batches:
         """Store and queue a new batch. Raises InvalidRequest, RequestTooLarge if the tenant has too much already."""
         if sum(not other.ended for other in await self.all(tenant)) >= MAX_OPEN:
             raise InvalidRequest(f"You have {MAX_OPEN} batches in progress; wait for some.", code="too_many_batches")
-        if await self.objects.taken(tenant) >= self.objects.max_bytes:
+        if await self.room(tenant) <= 0:
             raise RequestTooLarge(
                 "Your files and batches take all their room; delete some.", code="storage_limit_exceeded"
             )
-        now_s, life_s = self.objects.now_s(), max(self.objects.ttl_s, batch.expires_at - batch.created_at)
-        batch.become("validating", now_s)
-        await self.objects.insert(tenant, BATCH, batch.id, msgspec.json.encode(batch), now_s + life_s)
+        batch.become("validating", self.objects.now_s())
+        until_s = batch.expires_at + self.objects.ttl_s
         queued = msgspec.json.encode(QueuedBatch(tenant, batch.id, batch.created_at))
-        await self.objects.insert("", QUEUE, batch.id, queued, now_s + life_s)
+        await self.objects.insert("", QUEUE, batch.id, queued, until_s)  # first: one without an entry would never run
+        await self.objects.insert(tenant, BATCH, batch.id, msgspec.json.encode(batch), until_s)
+
+    async def room(self, tenant: str) -> int:
+        """Return the bytes that are left to a tenant. If they are few, what nothing names any more is removed first."""
+        most = self.objects.max_bytes
+        if (room := most - await self.objects.taken(tenant)) > most // 2:
+            return room
+        await self.sweep(tenant)
+        return most - await self.objects.taken(tenant)
+
+    async def sweep(self, tenant: str) -> None:
+        """Remove the contents that a process which died has left behind."""
+        since_s = self.objects.now_s() - ABANDONED_S
+        old = {content.name for content in await self.files.contents(tenant) if content.begun_s < since_s}
+        if old:
+            old -= {file.content for file in await self.files.all(tenant)}
+            for batch in await self.all(tenant):
+                old -= {batch.content, batch.results}
+        for content in old:
+            await self.files.forget(tenant, content)
 
     async def get(self, tenant: str, batch_id: str) -> StoredBatch:
         """Return a batch. Raises NotFound."""
@@ -186,8 +209,9 @@ class Batches:
         return sorted(queued, key=lambda one: one.created_at)
 
     async def unqueue(self, queued: QueuedBatch) -> None:
-        """Remove an entry whose batch is gone."""
-        await self.objects.remove("", QUEUE, queued.batch_id)
+        """Remove an entry whose batch is gone. A new one may not be there yet."""
+        if queued.created_at < self.objects.now_s() - ABANDONED_S:
+            await self.objects.remove("", QUEUE, queued.batch_id)
 
     async def keep(self, tenant: str, batch: StoredBatch, number: int, result: LineResult) -> bool:
         """Store a line's result durably, unless it has one; return whether it is new."""

@@ -18,6 +18,7 @@ MAX_FILES = 10_000
 """Of one tenant."""
 CHUNK_BYTES = 256 << 10
 FILE = "file"
+CONTENT = "contents"
 
 
 class File(msgspec.Struct, frozen=True):
@@ -46,6 +47,13 @@ class File(msgspec.Struct, frozen=True):
         }
 
 
+class Content(msgspec.Struct, frozen=True):
+    """A content by name, so that one which nothing else names is found. ``begun_s``: since 1970."""
+
+    name: str
+    begun_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Files:
     """All tenants' files."""
@@ -53,40 +61,46 @@ class Files:
     objects: StoredObjects
 
     async def write(
-        self, tenant: str, parts: AsyncIterator[bytes], life_s: float, *, bounded: bool = True
+        self, tenant: str, parts: AsyncIterator[bytes], life_s: float, room: int | None = None
     ) -> tuple[str, int]:
         """Store a content that lives for ``life_s``; return its name and size. Nothing stays of one that fails.
 
-        Raises RequestTooLarge over a file's or the tenant's limit, unless it is not ``bounded``, Overloaded, and the
-        errors of ``parts``.
+        Raises RequestTooLarge over a file's limit or the ``room`` (None: there are none), Overloaded, and the errors of
+        ``parts``.
         """
-        content, size = secrets.token_hex(16), 0
-        room = self.objects.max_bytes - await self.objects.taken(tenant) if bounded else 0
-        expires_s = self.objects.now_s() + life_s
+        content, size, now_s = secrets.token_hex(16), 0, self.objects.now_s()
+        expires_s = now_s + life_s
         chunk, count = bytearray(), 0
+        begun = msgspec.json.encode(Content(content, now_s))
         try:
+            await self.objects.insert(tenant, CONTENT, content, begun, expires_s)
             async for part in parts:
                 chunk += part
                 size += len(part)
-                if bounded and size > MAX_FILE_BYTES:
+                if room is not None and size > MAX_FILE_BYTES:
                     raise RequestTooLarge(f"A file may have {MAX_FILE_BYTES >> 20} MiB; send several.", param="file")
-                if bounded and size > room:
-                    raise RequestTooLarge(
-                        f"Your files and batches may take {self.objects.max_bytes} bytes, and {max(0, room)} are left; "
-                        "delete some.",
-                        param="file",
-                        code="storage_limit_exceeded",
-                    )
+                if room is not None and size > room:
+                    raise self._full(room)
                 while len(chunk) >= CHUNK_BYTES:
                     await self._write(tenant, content, count, bytes(chunk[:CHUNK_BYTES]), expires_s)
                     del chunk[:CHUNK_BYTES]
                     count += 1
             if chunk:
                 await self._write(tenant, content, count, bytes(chunk), expires_s)
+            if room is not None and await self.objects.taken(tenant) > self.objects.max_bytes:
+                raise self._full(0)  # others were written meanwhile
         except BaseException:
             await self.forget(tenant, content)
             raise
         return content, size
+
+    def _full(self, room: int) -> RequestTooLarge:
+        message = f"Your files and batches may take {self.objects.max_bytes} bytes, and {max(0, room)} are left;"
+        return RequestTooLarge(f"{message} delete some.", param="file", code="storage_limit_exceeded")
+
+    async def contents(self, tenant: str) -> list[Content]:
+        """Return a tenant's contents."""
+        return [msgspec.json.decode(data, type=Content) for data in await self.objects.all(tenant, CONTENT)]
 
     async def _write(self, tenant: str, content: str, number: int, chunk: bytes, expires_s: float) -> None:
         await self.objects.insert(tenant, _chunks(content), str(number), chunk, expires_s)
@@ -127,6 +141,7 @@ class Files:
     async def forget(self, tenant: str, content: str) -> None:
         """Remove a content."""
         await self.objects.remove(tenant, _chunks(content))
+        await self.objects.remove(tenant, CONTENT, content)
 
     async def content(self, tenant: str, content: str, size: int) -> AsyncIterator[bytes]:
         """Yield a content of ``size`` bytes in chunks. Raises NotFound if a part is gone."""

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,14 +19,16 @@ from serve_app.batch.batch_file import BatchRequest, parse_line
 from serve_app.batch.batches import Batches, LineError, LineResult, QueuedBatch, StoredBatch, Unasked, usage_of
 from serve_app.batch.files import File
 from serve_app.batch.order import LineRunner, beginnings, grouped
-from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge, WarmpathError
+from serve_app.errors import InvalidRequest, NotFound, Overloaded, RequestTooLarge, WarmpathError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100
 MAX_LINE_BYTES = 32 << 20
-MAX_RUNNING = 4
+MAX_RUNNING = 16
 """Batches that one ingress runs at once."""
 POLL_S = 2.0
 LEASE_S = 20.0
@@ -141,14 +143,17 @@ class BatchWorker:
             if len(self.running) >= MAX_RUNNING:
                 return
             tenant, batch_id = queued.tenant, queued.batch_id
-            if batch_id in self.running or tenant in self._tenants.values() or not self.knows(tenant):
+            if batch_id in self.running or not self.knows(tenant):
                 continue
-            if (batch := await self._take(queued)) is not None:
+            if (batch := await self._take(queued, ending=tenant in self._tenants.values())) is not None:
                 self._tenants[batch_id] = tenant
                 self.running[batch_id] = asyncio.create_task(self._run(_Run(tenant, batch)))
 
-    async def _take(self, queued: QueuedBatch) -> StoredBatch | None:
-        """Become the holder of a batch, and return it; None if another one is, or there is nothing to do."""
+    async def _take(self, queued: QueuedBatch, *, ending: bool) -> StoredBatch | None:
+        """Become the holder of a batch, and return it; None if another one is, or there is nothing to do.
+
+        ``ending``: only if no line of it will be asked for.
+        """
         now_s = self.batches.objects.now_s()
         try:
             batch = await self.batches.get(queued.tenant, queued.batch_id)
@@ -159,6 +164,8 @@ class BatchWorker:
             await self.batches.tidy(queued.tenant, batch)
             return None
         if batch.held_until_s > now_s and batch.holder != self.name:
+            return None
+        if ending and batch.status != "cancelling" and now_s < batch.expires_at:
             return None
 
         def hold(batch: StoredBatch) -> bool:
@@ -192,7 +199,7 @@ class BatchWorker:
                 self._news.set()
 
     async def _let_go(self, run: _Run) -> None:
-        ended = False
+        ended = True  # or deleted: then there is no row
 
         def free(batch: StoredBatch) -> bool:
             nonlocal ended
@@ -204,7 +211,7 @@ class BatchWorker:
 
         try:
             await self.batches.change(run.tenant, run.batch.id, free)
-            if ended and not run.batch.ended:  # by another, after a pause here: a line may have come too late for it
+            if ended and not run.batch.ended:  # after a pause here, by another: a line may have come too late for it
                 await self.batches.tidy(run.tenant, run.batch)
         except WarmpathError:
             logger.warning("batch %s is free once its lease ends", run.batch.id)
@@ -249,18 +256,23 @@ class BatchWorker:
             errors = await self._read(run)
         except (NotFound, RequestTooLarge) as error:
             errors = [LineError(str(error.code), error.message)]
+            if run.batch.status != "validating":  # what was answered stays
+                errors = []
+                run.lines.clear()
+                await self._write(run, _expire)
         if errors:
             await self._write(run, lambda row: _fail(row, errors, now_s()))
             await self.batches.tidy(run.tenant, run.batch)
             return
 
         def begin(row: StoredBatch) -> None:
-            row.total, row.model = len(run.lines), run.model
+            if run.lines:
+                row.total, row.model = len(run.lines), run.model
             if row.status == "validating":
                 row.become("in_progress", now_s())
 
         await self._write(run, begin)
-        if run.batch.status == "in_progress":
+        if run.batch.status == "in_progress" and not run.batch.unasked:
             await self._ask_all(run)
         await self._finish(run)
         await self.batches.tidy(run.tenant, run.batch)
@@ -320,12 +332,12 @@ class BatchWorker:
         work = asyncio.create_task(runner.run(groups))
         try:
             while not work.done():
-                await asyncio.wait((work,), timeout=TICK_S / 2)
                 if run.batch.status == "cancelling":
                     return
                 if self.batches.objects.now_s() >= run.batch.expires_at:
                     await self._write(run, _expire)
                     return
+                await asyncio.wait((work,), timeout=TICK_S / 2)
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
@@ -333,7 +345,7 @@ class BatchWorker:
 
     async def _ask(self, run: _Run, number: int) -> None:
         """Ask for one line, again while the server is busy, and store its result."""
-        request, batch = await self._request(run, number), run.batch
+        request, batch = await _patient(lambda: self._request(run, number)), run.batch
         request_id = f"req_{secrets.token_hex(12)}"
         body = msgspec.json.encode({name: value for name, value in request.body.items() if name not in _STREAMING})
         self.asking += 1
@@ -348,7 +360,7 @@ class BatchWorker:
         finally:
             self.asking -= 1
         result = LineResult(request.custom_id, said.status, request_id, msgspec.Raw(said.body or b"null"), said.warning)
-        if await self.batches.keep(run.tenant, batch, number, result):
+        if await _patient(lambda: self.batches.keep(run.tenant, batch, number, result)):
             run.counts["completed" if result.ok else "failed"] += 1
 
     async def _request(self, run: _Run, number: int) -> BatchRequest:
@@ -370,6 +382,12 @@ class BatchWorker:
         life_s = batch.output_life_s or self.batches.objects.ttl_s
         kinds = ("results",) if batch.anthropic else ("output", "error")
         contents = {kind: await self._compose(run, kind, life_s, counts, usage) for kind in kinds}
+        try:
+            await self._write(run)
+        except Lost:  # another one has ended it, and its files may be deleted already
+            for content, _ in contents.values():
+                await self.batches.files.forget(run.tenant, content)
+            raise
         ids: dict[str, str] = {}
         for kind, (content, size) in contents.items():
             if size and not batch.anthropic:
@@ -401,6 +419,8 @@ class BatchWorker:
                 ok = result is not None and result.ok
                 if kind == ("error" if ok else "output"):
                     continue
+                if result is None and number >= len(run.lines):
+                    continue  # the input is gone
                 if result is None:
                     request = await self._request(run, number)
                     result = LineResult(request.custom_id, 0, f"req_{secrets.token_hex(12)}", _NULL)
@@ -410,7 +430,16 @@ class BatchWorker:
                     usage.update(usage_of(msgspec.json.decode(result.body)))
                 yield (anthropic_line if batch.anthropic else openai_line)(result, batch.unasked) + b"\n"
 
-        return await self.batches.files.write(run.tenant, parts(), life_s, bounded=False)
+        return await self.batches.files.write(run.tenant, parts(), life_s)
+
+
+async def _patient(work: Callable[[], Awaitable[T]]) -> T:
+    """Do what needs the store, again while it cannot be reached: a run ends with its lease at the latest."""
+    while True:
+        try:
+            return await work()
+        except Overloaded:
+            await asyncio.sleep(TICK_S)
 
 
 _END: dict[Unasked, Any] = {"": "completed", "expired": "expired", "cancelled": "cancelled"}
@@ -448,7 +477,8 @@ def anthropic_line(result: LineResult, unasked: Unasked) -> bytes:
 
 
 def _expire(batch: StoredBatch) -> None:
-    batch.unasked = "expired"
+    if batch.status == "in_progress":
+        batch.unasked = "expired"
 
 
 def _fail(batch: StoredBatch, errors: list[LineError], now_s: float) -> None:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from serve_app.api.request import ignored_fields
-from serve_app.batch.batches import StoredBatch, new_id
+from serve_app.batch.batches import OF_INPUT, StoredBatch, new_id
 from serve_app.batch.files import MAX_FILE_BYTES
 from serve_app.batch.wire import BatchBody, MessageBatchBody, PageQuery, anthropic_batch, expiry_of, openai_batch, page
 from serve_app.errors import InvalidRequest, NotFound
@@ -58,7 +58,10 @@ async def create_file(request: Request, services: Front) -> Response:
         nonlocal content
         if content is not None:
             raise InvalidRequest("The form holds two files; send one.", param="file")
-        content = (filename, *await desk.files.write(tenant, parts, desk.objects.ttl_s))
+        content = (
+            filename,
+            *await desk.files.write(tenant, parts, desk.objects.ttl_s, await desk.batches.room(tenant)),
+        )
 
     with services.completions.arrive(services.access.guard.tenant(request)):
         try:
@@ -72,7 +75,7 @@ async def create_file(request: Request, services: Front) -> Response:
             if (life_s := expiry_of(form)) is not None:  # the content was written before this was known
                 filename, long, size = content
                 again = desk.files.content(tenant, long, size)
-                content = filename, *await desk.files.write(tenant, again, life_s, bounded=False)
+                content = filename, *await desk.files.write(tenant, again, life_s)
                 await desk.files.forget(tenant, long)
             file = await desk.files.create(tenant, *content, purpose, life_s)
         except BaseException:
@@ -143,7 +146,7 @@ async def create_batch(request: Request, services: Front) -> Response:
             content=source.content,
             size=source.bytes,
             created_at=now_s,
-            expires_at=min(now_s + body.window_s, source.expires_at),
+            expires_at=now_s + min(body.window_s, OF_INPUT * (source.expires_at - now_s)),
             completion_window=body.completion_window,
             input_file_id=source.id,
             metadata=body.metadata,
@@ -198,14 +201,15 @@ async def create_message_batch(request: Request, services: Front) -> Response:
             yield lines
 
         now_s = desk.objects.now_s()
-        content, size = await desk.files.write(tenant, parts(), desk.objects.ttl_s)
+        room = await desk.batches.room(tenant)
+        content, size = await desk.files.write(tenant, parts(), desk.objects.ttl_s, room)
         batch = StoredBatch(
             id=new_id("msgbatch_"),
             endpoint="/v1/messages",
             content=content,
             size=size,
             created_at=now_s,
-            expires_at=now_s + DAY_S,
+            expires_at=now_s + min(DAY_S, OF_INPUT * desk.objects.ttl_s),
             owns_content=True,
             total=len(body.requests),
         )

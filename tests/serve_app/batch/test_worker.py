@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from serve_app.batch import worker
 from serve_app.batch.batches import LineResult, StoredBatch
 from serve_app.batch.worker import BatchWorker, Said
-from serve_app.errors import NotFound
+from serve_app.errors import NotFound, Overloaded
 from tests.serve_app.batch.kills import LINES, TENANTS, ended, judged, opened, submitted
 
 KILLS = 40
@@ -146,3 +147,119 @@ def test_a_runner_that_stops_hands_over_and_a_busy_server_is_asked_again(tmp_pat
     assert counts == Counter(results=LINES * len(TENANTS))
     assert len(asked) == LINES * len(TENANTS)
     assert sum(number > 3 for number in asked.values()) == 0
+
+
+@pytest.mark.parametrize("gone", ["before", "while"])
+def test_what_was_answered_stays_if_the_input_is_gone(gone: str, tmp_path: Path) -> None:
+    """A file may expire while its batch waits for a runner, or while its lines are asked for."""
+
+    async def run() -> None:
+        (batch_id,) = await submitted(tmp_path / "f", None, TENANTS[:1])
+        batches, asked = opened(tmp_path / "f", None), 0
+        some, never = asyncio.Event(), asyncio.Event()
+
+        async def ask(*_: object) -> Said:
+            nonlocal asked
+            asked += 1
+            if asked > 3:
+                some.set()
+                await never.wait()
+            return Said(200, b"{}")
+
+        def runner() -> BatchWorker:
+            made = BatchWorker(opened(tmp_path / "f", None), "one", ask, bool, lambda *_: True, lambda: 2, lambda: 2)
+            made.start()
+            return made
+
+        first = runner()
+        await asyncio.wait_for(some.wait(), 60)
+        if gone == "before":
+            await first.stop()
+        await batches.files.forget(TENANTS[0], (await batches.get(TENANTS[0], batch_id)).content)
+        never.set()
+        second = first if gone == "while" else runner()
+        await until(lambda: ended(tmp_path / "f", None))
+        await second.stop()
+        batch = await batches.get(TENANTS[0], batch_id)
+        assert (batch.status, batch.total, batch.unasked) == ("expired", LINES, "expired")
+        file = await batches.files.get(TENANTS[0], batch.output_file_id or "")
+        text = await batches.files.part(TENANTS[0], file.content, 0, file.bytes)
+        assert len(text.splitlines()) == batch.completed >= 3
+
+    asyncio.run(run())
+
+
+def test_a_batch_behind_another_ends_when_it_is_cancelled_or_expires(tmp_path: Path) -> None:
+    """A tenant's batches run one after the other, but nothing of such a one is left to run."""
+
+    async def run() -> None:
+        file, tenant, begun = tmp_path / "f", TENANTS[0], asyncio.Event()
+        batches = opened(file, None)
+
+        async def ask(*_: object) -> Said:
+            begun.set()
+            return await asyncio.Future()
+
+        await submitted(file, None, [tenant])
+        one = BatchWorker(opened(file, None), "one", ask, bool, lambda *_: True, lambda: 2, lambda: 2)
+        one.start()
+        await asyncio.wait_for(begun.wait(), 60)
+        (cancelled,), (expired,) = await submitted(file, None, [tenant]), await submitted(file, None, [tenant])
+
+        def expire(batch: StoredBatch) -> bool:
+            batch.expires_at = 0.0
+            return True
+
+        await batches.cancel(tenant, cancelled)
+        await batches.change(tenant, expired, expire)
+        one.wake()
+
+        async def both() -> bool:
+            return [(await batches.get(tenant, name)).status for name in (cancelled, expired)] == [
+                "cancelled",
+                "expired",
+            ]
+
+        await until(both)
+        await one.stop()
+        assert {batch.status for batch in await batches.all(tenant)} == {"cancelled", "expired", "in_progress"}
+
+    asyncio.run(run())
+
+
+def test_a_store_that_is_busy_for_a_while_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines in progress are not asked for again."""
+    monkeypatch.setattr(worker, "TICK_S", 0.01)
+
+    async def run() -> None:
+        file, asked = tmp_path / "f", Counter[bytes]()
+        made = await submitted(file, None, TENANTS[:1])
+        batches = opened(file, None)
+        keep, calls = batches.objects.insert, 0
+
+        async def insert(*arguments: Any) -> bool:
+            nonlocal calls
+            calls += 1
+            if calls % 3:
+                raise Overloaded("locked")
+            return await keep(*arguments)
+
+        async def ask(tenant: str, path: str, body: bytes, request_id: str) -> Said:
+            asked[body] += 1
+            prompt = json.loads(body)["prompt"]
+            return Said(400 if prompt.endswith("7") else 200, json.dumps({"prompt": prompt}).encode())
+
+        batches.objects.insert = insert  # type: ignore[method-assign]
+        one = BatchWorker(batches, "one", ask, bool, lambda *_: True, lambda: 8, lambda: 2)
+        one.start()
+
+        async def done() -> bool:
+            return (
+                len(await opened(file, None).done(TENANTS[0], await batches.get(TENANTS[0], next(iter(made))))) == LINES
+            )
+
+        await until(done)
+        await one.stop()
+        assert set(asked.values()) == {1} and len(asked) == LINES
+
+    asyncio.run(run())

@@ -167,6 +167,7 @@ def test_objects_expire(url: str | None, tmp_path: Path) -> None:
     assert backend.taken(owner) == 3
     time.sleep(0.4)
     assert (backend.find(short), backend.ids(long), backend.read(long)) == (None, [long.id], [(long.id, b"x")])
+    assert backend.taken(owner) == 1
     assert backend.insert(short._replace(id=token_bytes(32)), b"x", time.time() + 60)
     assert backend.taken(owner) == 2
 
