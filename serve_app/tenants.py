@@ -196,11 +196,13 @@ class Tenants:
         if found is None or not hmac.compare_digest(found.digest, digest):
             if self.is_operator(authorization):
                 raise AuthenticationFailed("An operator key cannot be used for this; send a tenant's key.")
-            raise AuthenticationFailed(
-                "No tenant has this API key; send a valid one as `Authorization: Bearer KEY`."
-                if authorization
-                else "An API key is needed; send it as `Authorization: Bearer KEY`."
-            )
+            scheme, _, key = (authorization or "").strip().partition(" ")
+            wrong = "No tenant has this API key; send a valid one"
+            if not key and scheme.lower() in ("", "bearer"):
+                wrong = "An API key is needed; send it"
+            elif scheme.lower() != "bearer":
+                wrong = "The Authorization header does not begin with `Bearer`; send the key"
+            raise AuthenticationFailed(f"{wrong} as `Authorization: Bearer KEY`.")
         if found.revoked:
             raise AuthenticationFailed("This API key was revoked; use another one.")
         if found.expires_s is not None and found.expires_s <= self._now_s():

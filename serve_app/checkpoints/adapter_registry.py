@@ -141,7 +141,7 @@ def configured_adapters(paths: Mapping[str, Path], max_rank: int | None = None) 
         try:
             entries.append(AdapterEntry(name, describe_adapter(name, path, max_rank=max_rank)))
         except AdapterError as error:
-            raise AdapterError(f"the adapter {name!r} of the settings: {error}") from error
+            raise AdapterError(f"the adapter {name!r} of the settings, {path}: {error}") from error
     return entries
 
 

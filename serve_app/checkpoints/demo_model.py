@@ -73,6 +73,13 @@ class DemoRecipe:
     seed: int = 20240229
     version: int = RECIPE_VERSION
 
+    @property
+    def size_bytes(self) -> int:
+        """The size of the weights, and some more."""
+        heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        return 4 * (self.num_layers * layer + self.vocab_size * self.hidden_size) + (4 << 20)
+
 
 RECIPES = {
     recipe.name: recipe
@@ -94,7 +101,7 @@ def ensure_demo_model(name: str, cache_dir: Path | None = None) -> Path:
     for text in corpus:
         digest.update(text.encode())
     target = (cache_dir or default_cache_dir()) / f"{name}-{digest.hexdigest()[:16]}"
-    return ensure_made(target, lambda directory: _write_checkpoint(recipe, corpus, directory))
+    return ensure_made(target, lambda directory: _write_checkpoint(recipe, corpus, directory), recipe.size_bytes)
 
 
 def shipped_text() -> Iterator[str]:

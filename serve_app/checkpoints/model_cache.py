@@ -6,9 +6,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from errno import ENOSPC
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from serve_app.checkpoints.checkpoint import CheckpointError
+
+MB = 1_000_000
 
 
 def default_cache_dir() -> Path:
@@ -16,22 +21,34 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmpath" / "models"
 
 
-def ensure_made(target: Path, make: Callable[[Path], None]) -> Path:
+def ensure_made(target: Path, make: Callable[[Path], None], needed_bytes: int) -> Path:
     """Return ``target``. If it is missing, ``make`` fills a temporary directory, which is then renamed.
 
-    One process makes it and others wait. Raises as ``make``, and CheckpointError if the directory is not writable.
+    One process makes it and others wait. ``needed_bytes``: room that it takes, looked for before. Raises as ``make``,
+    and CheckpointError if the directory is not writable or too full.
     """
     try:
         if not target.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
             with _locked(target.parent):
                 if not target.is_dir():
+                    if (free_bytes := shutil.disk_usage(target.parent).free) < needed_bytes:
+                        raise _full(target, needed_bytes, f"has {free_bytes / MB:,.0f} MB free")
                     _make(target, make)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter has the system's error in its text alone
+        if getattr(error, "errno", 0) == ENOSPC or f"os error {ENOSPC}" in str(error):
+            raise _full(target, needed_bytes, "is full") from error
         raise CheckpointError(
             f"{target.name} cannot be put into the model cache: {error}; set XDG_CACHE_HOME to another directory"
         ) from error
     return target
+
+
+def _full(target: Path, needed_bytes: int, state: str) -> CheckpointError:
+    return CheckpointError(
+        f"{target.name} needs about {needed_bytes / MB:,.0f} MB in {target.parent}, whose disk "
+        f"{state}: free some, or set XDG_CACHE_HOME to a directory on another disk"
+    )
 
 
 def _make(target: Path, make: Callable[[Path], None]) -> None:

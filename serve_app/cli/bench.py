@@ -17,7 +17,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from serve_app.cli.console import console, fail
+from serve_app.cli.console import Commands, console, fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def row(name: str, found: Sequence[TimedAnswer]) -> list[str]:
     return [name, str(len(found)), f"{first * 1000:.0f} ms", f"{late * 1000:.0f} ms", speed, cached]
 
 
-app = typer.Typer(no_args_is_help=True, help="Measure a running server: speed, cache, neighbour.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Measure a running server: speed, cache, neighbour.")
 
 ServerUrl = Annotated[str, typer.Option(envvar="WARMPATH_URL", help="the server's URL, without /v1")]
 ApiKey = Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="a tenant's key, if the server needs one")]

@@ -19,7 +19,7 @@ from serve_app.cli.commands import keys, prompts
 from serve_app.cli.commands.check import check, doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
-from serve_app.cli.console import console, fail
+from serve_app.cli.console import Commands, console, fail
 from serve_app.cli.local_ray import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor, giving_up
 from serve_app.config.app import AppConfig
@@ -74,7 +74,7 @@ class _ServeCommand(TyperCommand):
         return super().parse_args(ctx, told)
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 TENANTS, TROUBLE, PLANNING = "Tenants and prompts", "When something is wrong", "Measuring and planning"
 app.add_typer(keys.app, name="keys", rich_help_panel=TENANTS)
 app.add_typer(prompts.app, name="prompts", rich_help_panel=TENANTS)

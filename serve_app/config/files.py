@@ -25,7 +25,10 @@ def load_settings(
     if config is not None:
         try:
             loaded = yaml.safe_load(config.read_text())
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except yaml.YAMLError as error:
+            line, sentence = not_yaml(error)
+            raise ValueError(f"{config}:{line}: {sentence}") from error
+        except (OSError, ValueError) as error:
             raise ValueError(f"cannot read the settings file {config}: {error}") from error
         if not isinstance(loaded, dict):
             raise ValueError(f"the settings file {config} must hold NAME: VALUE pairs")
@@ -48,6 +51,15 @@ def load_settings(
         return app_config(merged)
     except BadSettings as error:
         raise ValueError(f"settings: {error}") from None
+
+
+def not_yaml(error: yaml.YAMLError) -> tuple[int, str]:
+    """Return the line, from 1, at which a text is not YAML, and a sentence on it."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    if "'\\t'" in problem:
+        problem = "a tab; indent with spaces"
+    return 1 if mark is None else mark.line + 1, f"this is not YAML: {problem}"
 
 
 def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:

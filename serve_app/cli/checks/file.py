@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from serve_app.cli.checks.finding import Finding, Look, RunPlace, problem
 from serve_app.cli.checks.run import findings
 from serve_app.config.app import REPLICAS, AppConfig, deployment_of
-from serve_app.config.files import rooted
+from serve_app.config.files import not_yaml, rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
 INGRESS = "Ingress"
@@ -19,10 +19,18 @@ IMPORT_PATHS = "serve_app:build_app", "serve_app:app", "serve_app.app:build_app"
 
 
 def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: RunPlace = "elsewhere") -> list[Finding]:
-    """Return the mistakes in a file's text. Raises ValueError if it is not YAML.
+    """Return the mistakes in a file's text, by line.
 
     ``directory``: the base of relative paths in a settings file. ``place_of_run``: see ``RunPlace``.
     """
+    try:
+        found = _mistakes(text, directory, place_of_run)
+    except _NotYaml as error:
+        return [replace(problem("", str(error)), line=error.line)]
+    return sorted(found, key=lambda mistake: mistake.line)
+
+
+def _mistakes(text: str, directory: Path | None, place_of_run: RunPlace) -> list[Finding]:
     document = _Document(text)
     values = document.values
     if not isinstance(values, Mapping):
@@ -34,6 +42,12 @@ def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: RunPl
     return list(_settings(document, (), values if directory is None else rooted(values, directory), place_of_run))
 
 
+class _NotYaml(ValueError):
+    def __init__(self, line: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.line = line
+
+
 class _Document:
     """A YAML text's values and lines. ``before``: the lines before it. ``as_written``: its lines are the file's."""
 
@@ -42,7 +56,8 @@ class _Document:
             self.values = yaml.safe_load(text)
             self.root: Any = yaml.compose(text, yaml.SafeLoader)
         except yaml.YAMLError as error:
-            raise ValueError(f"this is not YAML: {error}") from None
+            line, sentence = not_yaml(error)
+            raise _NotYaml(before + (line if as_written else 0), sentence) from None
         self.before = before
         self.as_written = as_written
 

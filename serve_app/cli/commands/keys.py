@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 from pydantic import AwareDatetime, TypeAdapter, ValidationError
 
-from serve_app.cli.console import fail
+from serve_app.cli.console import Commands, fail
 from serve_app.config.quantities import Seconds
 from serve_app.config.tenants import TenantConfig
 from serve_app.tenants import make_api_key
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(cls=Commands, add_completion=False)
 
 
 @app.callback(invoke_without_command=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from serve_app.cli.console import fail, harmless
+from serve_app.cli.console import Commands, fail, harmless
 from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError
 
 OPERATOR_KEY = "WARMPATH_OPERATOR_KEY"
@@ -16,7 +16,9 @@ LOCAL = "http://127.0.0.1:8000"
 TIMEOUT_S = 1800.0
 """A long prompt needs time on each replica, one after another."""
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, verify, switch.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, verify, switch."
+)
 
 Ref = Annotated[str, typer.Argument(help="NAME@VERSION")]
 PromptsDirectory = Annotated[Path, typer.Option("--dir", help=f"the directory of the prompts and {LOCK}")]

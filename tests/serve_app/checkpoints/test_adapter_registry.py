@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
+from safetensors import SafetensorError
 
 from router.protocol.block_hash import split_chain
 from serve_app.api.request import CompletionRequest
@@ -181,7 +182,7 @@ def half(directory):
     (directory / "config.json").write_text("{")
     print("half made", flush=True)
     time.sleep(3600)
-ensure_made(Path(sys.argv[1]), half)
+ensure_made(Path(sys.argv[1]), half, 0)
 """
 
 
@@ -197,16 +198,19 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
             whole(directory)
             raise error
 
-        ensure_made(tmp_path / "demo", broken)
+        ensure_made(tmp_path / "demo", broken, 0)
 
     with pytest.raises(ValueError, match="no weights"):
         fail_with(ValueError("no weights"))
-    with pytest.raises(CheckpointError, match=r"demo cannot be put into the model cache: .*full.* XDG_CACHE_HOME"):
-        fail_with(OSError(errno.ENOSPC, "full"))
+    for error in (OSError(errno.ENOSPC, "full"), SafetensorError("No space left on device (os error 28)")):
+        with pytest.raises(CheckpointError, match=r"demo needs about .* whose disk is full.* XDG_CACHE_HOME"):
+            fail_with(error)
+    with pytest.raises(CheckpointError, match=rf"^demo needs about 1,000,000,000 MB in {tmp_path}, whose disk has "):
+        ensure_made(tmp_path / "demo", lambda _: pytest.fail("it cannot fit"), 10**15)
     assert list(tmp_path.iterdir()) == []
-    assert (ensure_made(tmp_path / "demo", whole) / "config.json").read_text() == "{}"
+    assert (ensure_made(tmp_path / "demo", whole, 0) / "config.json").read_text() == "{}"
     with pytest.raises(CheckpointError, match="XDG_CACHE_HOME"):
-        ensure_made(tmp_path / "demo" / "config.json" / "other", whole)
+        ensure_made(tmp_path / "demo" / "config.json" / "other", whole, 0)
 
 
 def test_a_killed_maker_leaves_nothing_half_and_is_cleaned_up_after(tmp_path: Path) -> None:
@@ -217,5 +221,5 @@ def test_a_killed_maker_leaves_nothing_half_and_is_cleaned_up_after(tmp_path: Pa
         assert maker.stdout is not None and maker.stdout.readline() == "half made\n"
         maker.send_signal(signal.SIGKILL)
     assert not (tmp_path / "model").exists() and len(list(tmp_path.iterdir())) == 1
-    assert (ensure_made(tmp_path / "model", whole) / "config.json").read_text() == "{}"
+    assert (ensure_made(tmp_path / "model", whole, 0) / "config.json").read_text() == "{}"
     assert list(tmp_path.iterdir()) == [tmp_path / "model"]

@@ -35,6 +35,22 @@ def test_serve_refuses_settings_it_cannot_use(flag: str) -> None:
     assert result.output.startswith("error: "), result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("top", "the page at / shows it"),
+        ("keys list", "`tenants` in the settings has them"),
+        ("sevre", "did you mean serve?"),
+        ("keys nwe", "did you mean new?"),
+        ("prompts unheard-of", "there are "),
+    ],
+)
+def test_a_command_that_is_not_there_leads_to_one_that_is(words: str, told: str) -> None:
+    result = CliRunner().invoke(app, words.split(), terminal_width=200)
+    assert result.exit_code == 2
+    assert told in " ".join(result.output.replace("│", " ").split())
+
+
 def test_the_version_and_the_settings_are_told() -> None:
     runner = CliRunner()
     assert runner.invoke(app, ["--version"]).output == f"warmpath {__version__}\n"

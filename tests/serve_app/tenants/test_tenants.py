@@ -67,6 +67,9 @@ def test_anything_else_is_refused(tenants: Tenants, sent: str | None) -> None:
     with pytest.raises(AuthenticationFailed) as caught:
         tenants.authenticate(sent)
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    assert ("does not begin with `Bearer`" in caught.value.message) == (
+        sent in (KEYS["acme"][0], f"Basic {KEYS['acme'][0]}")
+    )
     assert not tenants.is_operator(sent)
 
 

@@ -1,6 +1,5 @@
 """`warmpath check` finds mistakes with their lines, and accepts every file that we ship."""
 
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from typer.testing import CliRunner
 from serve_app.cli.checks.file import mistakes_in
 from serve_app.cli.main import app
 from serve_app.config import engine
+from serve_app.config.files import load_settings
 
 ROOT = Path(__file__).parents[4]
 SHIPPED = sorted(path for path in (ROOT / "cluster").glob("*.yaml"))
@@ -95,10 +95,31 @@ def test_any_file_is_answered(where: str, value: object) -> None:
     service = {"kind": "RayService", "spec": {"serveConfigV2": value if where == "text" else yaml.safe_dump(whole)}}
     for document, style in ((whole, None), (service, None), (service, "|")):
         text = yaml.safe_dump(document, default_style=style)
-        with suppress(ValueError):  # invalid YAML in a RayService's text
-            for mistake in mistakes_in(text):
-                assert 1 <= mistake.line <= len(text.splitlines()) + 1
-                assert mistake.found
+        mistakes = mistakes_in(text)
+        assert [mistake.line for mistake in mistakes] == sorted(mistake.line for mistake in mistakes)
+        for mistake in mistakes:
+            assert 1 <= mistake.line <= len(text.splitlines()) + 1
+            assert mistake.found
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "sentence"),
+    [
+        ("model: demo\n\treplicas: 2\n", 2, "this is not YAML: a tab; indent with spaces"),
+        ("model: [a,\nreplicas: {2\n", 3, "this is not YAML: "),
+        ("kind: RayService\nspec:\n  serveConfigV2: |\n    a: {\n    b: ]\n", 5, "this is not YAML: "),
+        ("kind: RayService\nspec:\n  serveConfigV2: 'a: ['\n", 3, "this is not YAML: "),
+        ("a: \x00", 1, "this is not YAML: "),
+    ],
+)
+def test_what_is_not_yaml_is_told_with_its_line(text: str, line: int, sentence: str, tmp_path: Path) -> None:
+    (mistake,) = mistakes_in(text)
+    assert (mistake.line, mistake.state) == (line, "problem")
+    assert mistake.found.startswith(sentence)
+    if "RayService" not in text:
+        (file := tmp_path / "settings.yaml").write_text(text)
+        with pytest.raises(ValueError, match=f"settings.yaml:{line}: this is not YAML"):
+            load_settings(file, [])
 
 
 def test_lines_of_a_ray_service_are_those_of_the_file() -> None:
@@ -125,7 +146,7 @@ def test_the_command_says_where_and_leaves_with_a_status(tmp_path: Path) -> None
     status, output = run(file, CONFIG.replace("replicas: 2", "replcas: 2"))
     assert status == 1
     assert f"{file}:6: applications.0.args.replcas: there is no such setting; did you mean replicas?" in output
-    assert run(file, "a: [")[0] == 2
+    assert run(file, "a: [")[0] == 1
     assert CliRunner().invoke(app, ["check", str(tmp_path / "nothing.yaml")]).exit_code == 2
 
 
@@ -141,7 +162,7 @@ def test_paths_of_a_settings_file_start_where_it_lies(tmp_path: Path) -> None:
     ("lines", "words"),
     [
         ("model: /no/such/model", "1: model: there is no model '/no/such/model'"),
-        ("lora_adapters: {style: /no/adapter}", "1: lora_adapters: the adapter 'style' of the settings: "),
+        ("lora_adapters: {style: /no/adapter}", "1: lora_adapters: the adapter 'style' of the settings, /no/adapter: "),
         ("secret_file: /no/secret", "1: secret_file: there is no secret file /no/secret"),
         ("secret_file: short", "1: secret_file: the secret in"),
         ("replicas: 4\nengine: vllm", "2: engine: engine=vllm needs vLLM"),

@@ -115,7 +115,7 @@ def test_an_adapter_of_too_high_a_rank(demo_model_path: Path, tmp_path: Path) ->
     adapter = {"lora_adapters": {"a": tmp_path}}
     assert sentences(demo_model_path, max_lora_rank=8, **adapter) == []
     sentence = said(demo_model_path, max_lora_rank=4, **adapter)
-    assert sentence == "the adapter 'a' of the settings: rank 8 is over max_lora_rank 4"
+    assert sentence == f"the adapter 'a' of the settings, {tmp_path}: rank 8 is over max_lora_rank 4"
     (tmp_path / WEIGHTS_FILE).write_bytes(b"short")
     assert "not a complete safetensors file" in said(demo_model_path, **adapter)
 
