@@ -48,7 +48,7 @@ def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
                 scores[replica.row] -= SHARED_PREFILL * min(replica.committed_tokens, missing)
     else:
         scores = loads.queued_tokens + work
-    scores *= loads.seconds_per_token
+    scores *= loads.ranked_s
     if view.adapter_s is not None:
         scores += view.adapter_s
     return scores, work

@@ -44,6 +44,11 @@ ENOUGH_RATE_TOKENS = 8192
 common rate of all replicas. A warm-up of 1,024 tokens beside other work may measure a tenth of the true rate, and a
 replica that looks slow would get no work to correct it."""
 
+ALIKE = 1.5
+"""Rates within this factor of the common one rank as equal, and others by what they differ beyond it. Otherwise the
+replica with the quietest neighbours would get all cold prompts while little is queued, and evict what the others have
+space for (benchmarks/log/routing.md, 2026-11-27)."""
+
 UNREPORTED = LoadReport(0, 0, 0, 0, 0, 0.0, taken_at_s=-inf)
 """The assumed report before the first one."""
 
@@ -64,6 +69,7 @@ class ReplicaLoad:
     unreported_tokens: int = 0
     running: int = 0
     seconds_per_token: float = 0.0
+    ranked_s: float = 0.0
     pull_pace: float = inf
     pulls: bool = False
     tier_pace: float = 0.0
@@ -89,7 +95,9 @@ class ReplicaLoad:
         if rate and missing_tokens and common_rate:
             rate = ENOUGH_RATE_TOKENS / (self.rate_s + missing_tokens / common_rate)
         self.running = self.report.running_sequences
-        self.seconds_per_token = seconds_per_token(rate, self.running)
+        self.seconds_per_token = self.ranked_s = seconds_per_token(rate, self.running)
+        if rate and common_rate:
+            self.ranked_s *= max(1.0 / ALIKE, min(rate / common_rate, ALIKE))
         self.pull_pace = 1.0 / (pull_rate * self.seconds_per_token) if pull_rate else inf
         self.pulls = bool(pull_rate)
         tier_rate = self.report.tier_tokens_per_s
@@ -207,9 +215,9 @@ class LoadTable:
     request overtakes, such as those of the first request sent to an idle replica; ``overtakable_tokens``: the others;
     ``falloff``: minus the number of sequences with overtakable tokens / overtakable tokens, 0 without any; ``waiting``:
     waiting sequences; ``running``: decoding sequences; ``seconds_per_token``: of prefill, slowed by decoding;
-    ``pull_shares``: the cost of a pulled token relative to a computed one, at most 1; ``full``: accepts no more
-    requests; ``seeds``: 64-bit hashes of the replica ids, for rendezvous order. ``replicas`` has the same values by
-    replica, as plain numbers.
+    ``ranked_s``: the same for ranking, equal where rates are ``ALIKE``; ``pull_shares``: the cost of a pulled token
+    relative to a computed one, at most 1; ``full``: accepts no more requests; ``seeds``: 64-bit hashes of the replica
+    ids, for rendezvous order. ``replicas`` has the same values by replica, as plain numbers.
     """
 
     queued_tokens: Floats
@@ -219,6 +227,7 @@ class LoadTable:
     falloff: Floats
     running: Floats
     seconds_per_token: Floats
+    ranked_s: Floats
     pull_shares: Floats
     full: npt.NDArray[np.bool_]
     seeds: npt.NDArray[np.uint64]
@@ -376,6 +385,7 @@ class LoadTable:
         replica.apply_report(self.prefill_tokens_per_s)
         self.running[row] = replica.running
         self.seconds_per_token[row] = replica.seconds_per_token
+        self.ranked_s[row] = replica.ranked_s
         self.pull_shares[row] = min(replica.pull_pace * PULL_PRICE, 1.0)
         self.num_pulling += replica.pulls - pulled
         self.num_loading += (replica.tier_pace > 0.0) - loaded

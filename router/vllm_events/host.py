@@ -14,14 +14,16 @@ from router.vllm_events.batches import BlockHash, HeldBlock
 class HostBlocks:
     """``told``: the blocks that are served, by this project's hashes; ``xor``: of their words.
 
-    ``in_pool``: the blocks that the pool serves; ``most_left``: how many that it lost are remembered.
+    ``in_pool``: the blocks that the pool serves; ``most``: how many copies are known; ``most_left``: how many blocks
+    that the pool lost are remembered.
     """
 
-    def __init__(self, in_pool: Container[bytes], most_left: int) -> None:
+    def __init__(self, in_pool: Container[bytes], most: int, most_left: int) -> None:
         self.told: dict[bytes, None] = {}
         self.xor = 0
         self.used = False
         self._in_pool = in_pool
+        self._most = most
         self._most_left = most_left
         self._left: OrderedDict[BlockHash, tuple[bytes, HeldBlock]] = OrderedDict()
         self._copies: Counter[BlockHash] = Counter()
@@ -43,8 +45,10 @@ class HostBlocks:
                 self._left.popitem(last=False)
 
     def add(self, theirs: BlockHash, block: bytes | None, held: HeldBlock | None) -> bool:
-        """Add a copy of a block; None for one that the pool does not hold. Return whether it is known."""
+        """Add a copy of a block; None for one that the pool does not hold. Return whether it is known now."""
         self.used = True
+        if theirs not in self._ours and len(self._ours) >= self._most:
+            return False
         if block is None or held is None:
             known = self._ours.get(theirs)
             block, held = self._left.pop(theirs, (known, None if known is None else self.get(known)))

@@ -42,6 +42,7 @@ from router.protocol.events import (
     TierDigest,
 )
 from router.protocol.samples import faded
+from router.settings import DEFAULTS
 from router.vllm_events.batches import (
     AllBlocksCleared,
     BlockHash,
@@ -87,14 +88,22 @@ class _Group:
 class VllmPool:
     """One engine's blocks that can be hit and are reported to routers. Iterates over this project's hashes of them.
 
-    ``max_blocks``: the size of the engine's pool, never exceeded. ``xor``: of the words of the hashes; ``unplaced``:
+    ``max_blocks``: the size of the engine's pool, never exceeded; ``most_below``: the most that are known of its host
+    memory. ``xor``: of the words of the hashes; ``unplaced``:
     stored blocks without a known chain. One thread changes the pool, and any thread may read it.
     vLLM does not deduplicate: equal blocks are stored and removed once for each copy, and only the last removal counts.
     If its names of blocks cover tokens after them, as for drafts, a block has a name for each continuation. A prompt
     with another one then finds a block less than predicted.
     """
 
-    def __init__(self, block_size: int, max_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        max_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        most_below: int = DEFAULTS.max_blocks,
+    ) -> None:
         self.xor = 0
         self.unplaced = 0
         self.tier = POOL_TIER
@@ -110,7 +119,7 @@ class VllmPool:
         self._names: dict[bytes, set[BlockHash]] = {}
         """Blocks with several names."""
         self._told: dict[bytes, None] = {}
-        self._host = HostBlocks(self._told, min(max_blocks, _MOST_LEFT))
+        self._host = HostBlocks(self._told, most_below, min(max_blocks, _MOST_LEFT))
 
     def __len__(self) -> int:
         return len(self._told)
@@ -250,10 +259,12 @@ class VllmPool:
 
     def _offloaded(self, event: BlockStored | BlockRemoved) -> None:
         """Follow host memory, unless layers form groups: what their blocks there serve is not followed."""
-        followed = event.medium == "CPU" and self.tier == POOL_TIER and len(self._groups) == 1
+        of_host = event.medium == "CPU"
+        followed = of_host and self.tier == POOL_TIER and len(self._groups) == 1
         for name in event.block_hashes:
             if isinstance(event, BlockRemoved):
-                self._host.drop(name)
+                if of_host:
+                    self._host.drop(name)
             else:
                 ours = self._ours.get(name)
                 held = None if ours is None else self._blocks.get(ours)

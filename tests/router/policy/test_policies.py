@@ -158,6 +158,24 @@ def test_cold_prompts_are_placed_by_rendezvous_while_idle() -> None:
     assert all(new == old or old == gone for new, old in zip(after, other, strict=True))
 
 
+def test_rates_of_equal_hardware_leave_cold_prompts_where_they_are() -> None:
+    """Neighbours slow some replicas; only what is faster than they explain attracts prompts, and queues still count."""
+    keys = [Random(number).randbytes(16) for number in range(300)]
+
+    def placed(*rates: float, queued: int = 0) -> list[str]:
+        loads = LoadTable("me")
+        for name in NAMES[: len(rates)]:
+            loads.add_replica(name)
+        for _ in range(2):  # the first report of each one knows no others
+            for name, rate in zip(NAMES, rates, strict=False):
+                loads.report(name, LoadReport(queued if name == NAMES[0] else 0, 0, 0, 64, 16, rate), 0.0)
+        return [rank("estimated_ttft", loads, {}, request(key=key), limit=1)[0].replica_id for key in keys]
+
+    assert placed(1000.0, 1300.0, 800.0, 1000.0) == placed(1000.0, 1000.0, 1000.0, 1000.0)
+    assert set(placed(1000.0, 4000.0, 800.0, 1000.0)) == {NAMES[1]}
+    assert NAMES[0] not in placed(1300.0, 1000.0, 800.0, 1000.0, queued=100)
+
+
 @pytest.mark.parametrize(
     ("policy", "rows", "match", "tokens", "chosen"),
     [
