@@ -49,6 +49,9 @@ ALIKE = 1.5
 replica with the quietest neighbours would get all cold prompts while little is queued, and evict what the others have
 space for (benchmarks/log/routing.md, 2026-11-27)."""
 
+_RATE_STEP = 1e-3
+"""The common rate changes for ``ALIKE`` once it differs by this fraction; then for all replicas at once."""
+
 UNREPORTED = LoadReport(0, 0, 0, 0, 0, 0.0, taken_at_s=-inf)
 """The assumed report before the first one."""
 
@@ -69,7 +72,6 @@ class ReplicaLoad:
     unreported_tokens: int = 0
     running: int = 0
     seconds_per_token: float = 0.0
-    ranked_s: float = 0.0
     pull_pace: float = inf
     pulls: bool = False
     tier_pace: float = 0.0
@@ -95,9 +97,7 @@ class ReplicaLoad:
         if rate and missing_tokens and common_rate:
             rate = ENOUGH_RATE_TOKENS / (self.rate_s + missing_tokens / common_rate)
         self.running = self.report.running_sequences
-        self.seconds_per_token = self.ranked_s = seconds_per_token(rate, self.running)
-        if rate and common_rate:
-            self.ranked_s *= max(1.0 / ALIKE, min(rate / common_rate, ALIKE))
+        self.seconds_per_token = seconds_per_token(rate, self.running)
         self.pull_pace = 1.0 / (pull_rate * self.seconds_per_token) if pull_rate else inf
         self.pulls = bool(pull_rate)
         tier_rate = self.report.tier_tokens_per_s
@@ -238,7 +238,7 @@ class LoadTable:
         self.num_pulling = self.num_loading = 0
         self.replica_ids: list[str] = []
         self.replicas: dict[str, ReplicaLoad] = {}
-        self._rate_tokens = self._rate_s = 0.0
+        self._rate_tokens = self._rate_s = self._ranked_rate = 0.0
         self._reservations: OrderedDict[int, tuple[str, float]] = OrderedDict()
         self._last_number = 0
         self._peers = PeerRouters(router_id)
@@ -382,14 +382,26 @@ class LoadTable:
     def _write(self, replica: ReplicaLoad) -> None:
         """Write a row after a report."""
         row, pulled, loaded = replica.row, replica.pulls, replica.tier_pace > 0.0
-        replica.apply_report(self.prefill_tokens_per_s)
+        common_rate = self.prefill_tokens_per_s
+        replica.apply_report(common_rate)
         self.running[row] = replica.running
         self.seconds_per_token[row] = replica.seconds_per_token
-        self.ranked_s[row] = replica.ranked_s
+        if abs(common_rate - self._ranked_rate) > _RATE_STEP * common_rate:
+            self._ranked_rate = common_rate
+            self._rank(slice(None))
+        else:
+            self._rank(slice(row, row + 1))
         self.pull_shares[row] = min(replica.pull_pace * PULL_PRICE, 1.0)
         self.num_pulling += replica.pulls - pulled
         self.num_loading += (replica.tier_pace > 0.0) - loaded
         self._write_queue(replica)
+
+    def _rank(self, rows: slice) -> None:
+        """Compute ``ranked_s`` of some rows; all are compared with one common rate."""
+        self.ranked_s[rows] = own_s = self.seconds_per_token[rows]
+        if self._ranked_rate:
+            rates = (1.0 + DECODE_WEIGHT * self.running[rows]) / own_s
+            self.ranked_s[rows] *= np.clip(rates / self._ranked_rate, 1.0 / ALIKE, ALIKE)
 
     def _write_queue(self, replica: ReplicaLoad) -> None:
         """Write the parts of a row that change with a reservation."""

@@ -1,7 +1,7 @@
 """A whole simulated run: requests arrive, routers decide, replicas compute, feeds carry the events."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
@@ -47,11 +47,12 @@ class Cluster:
         self.clock = VirtualClock()
         self.outcome = Outcome()
         self.replicas: dict[str, SimulatedReplica] = {}
+        rates = settings.prefill_rates or (settings.prefill_tokens_per_s,)
         for number in range(settings.replicas):
             name = f"replica-{settings.seed}-{number:04d}"
             self.replicas[name] = SimulatedReplica(
                 name,
-                settings,
+                replace(settings, prefill_tokens_per_s=rates[number % len(rates)]),
                 self.clock,
                 self.replicas,
                 shortest_first=contender.shortest_first,

@@ -88,7 +88,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_trace_flags(parser, requests=6000)
     parser.add_argument("--replicas", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=1500, help="blocks of 512 tokens per replica")
-    parser.add_argument("--prefill-rate", type=float, default=5000.0, help="tokens/s")
+    parser.add_argument("--prefill-rate", type=float, nargs="+", default=[5000.0], help="tokens/s; several: in turn")
     parser.add_argument("--speed", type=float, default=1.0, help="divides the trace's timestamps")
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--feed-delay-ms", type=float, default=0.0)
@@ -112,7 +112,8 @@ def main() -> None:
     settings = ClusterSettings(
         replicas=options.replicas,
         blocks=options.blocks,
-        prefill_tokens_per_s=options.prefill_rate,
+        prefill_tokens_per_s=options.prefill_rate[0],
+        prefill_rates=tuple(options.prefill_rate),
         routers=options.routers,
         feed_delay_s=options.feed_delay_ms / 1000.0,
         speed=options.speed,

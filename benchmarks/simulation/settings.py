@@ -17,17 +17,18 @@ _ROOT = SCOPE.root(b"simulation")
 class ClusterSettings:
     """The cost model and its sizes.
 
-    A replica computes one prompt at a time, at ``prefill_tokens_per_s``, slowed by ``decode_weight`` for each
-    sequence that decodes at its start; an output token takes ``decode_token_s``. Cache events and loads reach routers
-    after ``feed_delay_s``; during a prefill, loads are reported every ``report_interval_s``. A request that a replica
-    sends back (``router.policies``) reaches the next one after ``resend_s``. Sessions wait up to
-    ``session_wait_s`` for capacity.
+    A replica computes one prompt at a time, at ``prefill_tokens_per_s`` (or ``prefill_rates``, which replicas have in
+    turn), slowed by ``decode_weight`` for each sequence that decodes at its start; an output token takes
+    ``decode_token_s``. Cache events and loads reach routers after ``feed_delay_s``; during a prefill, loads are
+    reported every ``report_interval_s``. A request that a replica sends back (``router.policies``) reaches the next one
+    after ``resend_s``. Sessions wait up to ``session_wait_s`` for capacity.
     """
 
     replicas: int = 16
     blocks: int = 1500
     block_size: int = TRACE_BLOCK_TOKENS
     prefill_tokens_per_s: float = 5000.0
+    prefill_rates: tuple[float, ...] = ()
     decode_weight: float = 0.01
     decode_token_s: float = 0.02
     pull_tokens_per_s: float = 60_000.0

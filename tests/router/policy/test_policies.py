@@ -164,11 +164,9 @@ def test_rates_of_equal_hardware_leave_cold_prompts_where_they_are() -> None:
 
     def placed(*rates: float, queued: int = 0) -> list[str]:
         loads = LoadTable("me")
-        for name in NAMES[: len(rates)]:
+        for name, rate in zip(NAMES, rates, strict=False):
             loads.add_replica(name)
-        for _ in range(2):  # the first report of each one knows no others
-            for name, rate in zip(NAMES, rates, strict=False):
-                loads.report(name, LoadReport(queued if name == NAMES[0] else 0, 0, 0, 64, 16, rate), 0.0)
+            loads.report(name, LoadReport(queued if name == NAMES[0] else 0, 0, 0, 64, 16, rate), 0.0)
         return [rank("estimated_ttft", loads, {}, request(key=key), limit=1)[0].replica_id for key in keys]
 
     assert placed(1000.0, 1300.0, 800.0, 1000.0) == placed(1000.0, 1000.0, 1000.0, 1000.0)

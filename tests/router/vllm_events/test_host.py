@@ -74,9 +74,9 @@ def test_unknown_copies_and_other_media_are_counted_and_nobodys() -> None:
 def test_a_copy_that_leaves_another_medium_stays_in_host_memory() -> None:
     """vLLM may keep a block's copies on a disk, too, and reports both by the block's name."""
     pool, names = VllmPool(SIZE, 8), NAMES[0]
-    told(pool, computed(0, 0, 2), copied(names[:2]), BlockStored(names[:2], None, [], 0, "STORAGE"))
-    told(pool, BlockRemoved(names[1::-1], "GPU", 0))
-    assert told(pool, BlockRemoved(names[:2], "STORAGE", 0)) == []
+    told(pool, computed(0, 0, 2), copied(names[:2]), BlockStored([*names[:2]], None, [], 0, "STORAGE"))
+    told(pool, BlockRemoved([*names[1::-1]], "GPU", 0))
+    assert told(pool, BlockRemoved([*names[:2]], "STORAGE", 0)) == []
     assert pool.count_held(CHAINS[0], 6) == 2
 
 
@@ -85,7 +85,7 @@ def test_an_engine_that_never_removes_copies_fills_no_memory() -> None:
     pool, names = VllmPool(SIZE, 8, most_below=2), NAMES[0]
     told(pool, computed(0, 0, 3), copied(names[:3]))
     assert (pool.host_blocks, pool.unplaced) == (2, 1)
-    told(pool, BlockRemoved(names[1:2], "CPU", 0), copied(names[2:3]), copied(names[1:2]))
+    told(pool, BlockRemoved([*names[1:2]], "CPU", 0), copied(names[2:3]), copied(names[1:2]))
     assert (pool.host_blocks, pool.unplaced) == (2, 2)
 
 
