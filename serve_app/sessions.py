@@ -12,7 +12,7 @@ the session gives it up.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -38,6 +38,9 @@ return. A longer hold would cost the waiting requests more than it saves."""
 DEFAULT_PACE = 20_000.0
 """Tokens a second, before a replica has measured its own rate."""
 
+MOST_GENERATIONS = 4
+"""Sessions that began each other and close together; later ones are forgotten in time."""
+
 RETURNS = 256
 """The number of a tenant's last pauses that are remembered."""
 
@@ -53,7 +56,8 @@ class Session:
     ``marks``: (offset in the chain, hash) of some blocks in the last tenth of its last prompt, the longest prefix
     first; ``name``: given by the client; ``gone``: it has not returned within the longest hold; ``closing``: its
     client closed it while its request runs; ``left``: it is no longer live, however long others' pauses turn out to be.
-    ``system_tokens``: of its system prompt, which others may share.
+    ``system_tokens``: of its system prompt, which others may share. ``parent``: the name of the session that began it;
+    ``expected_tokens``: of the answer that runs, as the client guesses.
     """
 
     tenant: str
@@ -70,11 +74,13 @@ class Session:
     closing: bool = False
     left: bool = False
     system_tokens: int = 0
+    parent: str = ""
+    expected_tokens: int = 0
 
     @property
     def own_tokens(self) -> int:
-        """The tokens of its context that were not cached when it began."""
-        return max(0, self.tokens - self.shared_tokens)
+        """The tokens of its context, with those of the answer to come, that were not cached when it began."""
+        return max(0, self.tokens + self.expected_tokens - self.shared_tokens)
 
     def common_blocks(self, chain: bytes, name: str) -> int:
         """Return the number of leading blocks that a chain shares with the last prompt, or 0 for another session."""
@@ -188,8 +194,15 @@ class Sessions:
         cached_tokens: int,
         name: str = "",
         system_tokens: int = 0,
+        *,
+        parent: str = "",
+        expected_tokens: int = 0,
+        final: bool = False,
     ) -> Session:
-        """Record a request, and return its session. ``chain``: the packed hashes of the prompt's full blocks."""
+        """Record a request, and return its session. ``chain``: the packed hashes of the prompt's full blocks.
+
+        The sessions that a session began are not expected back once it goes on. ``final``: it closes with the answer.
+        """
         now_s = self._clock()
         own = self._tenants.setdefault(tenant, _Tenant())
         for other in own.sessions:
@@ -207,9 +220,13 @@ class Sessions:
         session.running, session.left, session.turns = request_id, False, session.turns + 1
         session.mark(chain)
         session.tokens, session.system_tokens = prompt_tokens, system_tokens
-        session.name = name or session.name
+        session.name, session.parent = name or session.name, parent or session.parent
+        session.expected_tokens, session.closing = expected_tokens, final
         self._by_request[request_id] = session
         self._count(own, session)
+        for child in [child for child in own.live if name and child.parent == name and not child.running]:
+            child.left = True
+            self._count(own, child)
         if len(own.sessions) > self._most:
             self._forget(own, next((session for session in own.sessions if not session.running), own.sessions[0]))
         if own.moved:
@@ -221,7 +238,7 @@ class Sessions:
         session = self._by_request.pop(request_id, None)
         if session is not None:
             session.tokens = 0 if session.waits else session.tokens + answer_tokens
-            session.running, session.waits = "", False
+            session.running, session.waits, session.expected_tokens = "", False, 0
             session.used_s = self._ended_s = self._clock()
             own = self._tenants[session.tenant]
             self._count(own, session)
@@ -230,10 +247,16 @@ class Sessions:
                 return session
         return None
 
-    def close(self, tenant: str, name: str) -> list[Session]:
-        """End a tenant's sessions of a name; return those that have ended. One whose request runs ends with that."""
+    def close(self, tenant: str, names: Collection[str]) -> list[Session]:
+        """End a tenant's sessions of some names, and those that they began; return those that have ended.
+
+        One whose request runs ends with that.
+        """
         own = self._tenants.get(tenant, _Tenant())
-        named = [session for session in own.sessions if name and session.name == name]
+        wanted = {*names} - {""}
+        for _ in range(MOST_GENERATIONS):
+            wanted |= {session.name for session in own.sessions if session.parent in wanted} - {""}
+        named = [session for session in own.sessions if session.name in wanted or session.parent in wanted]
         for session in named:
             session.closing = bool(session.running)
             if not session.closing:
@@ -396,17 +419,23 @@ EXPIRE_EVERY_S = 60.0
 
 
 class LimitedPrompt(Protocol):
-    """A prompt as its session knows it. ``block_hashes``: of its full blocks; ``session``: the client's word for it."""
+    """A prompt as its session knows it. ``block_hashes``: of its full blocks; ``session``: the client's word for it.
+
+    ``parent``: its word for the session that began it; ``final``: the session ends with this answer.
+    """
 
     request_id: str
     block_hashes: bytes
     token_ids: Sequence[int]
     session: str
+    parent: str
+    final: bool
 
 
 class _Chain(NamedTuple):
     hashes: bytes
     name: str
+    final: bool
 
 
 class SessionLimit:
@@ -426,7 +455,7 @@ class SessionLimit:
         self._expired_s = clock()
         self._levels.counts[NAME] = self._count
         limits.checks.append(self._begin)
-        limits.close_session = self._sessions.close
+        limits.close_sessions = self._sessions.close
 
     async def _begin(self, allowance: Allowance, prompts: Sequence[LimitedPrompt]) -> None:
         config = allowance.config
@@ -437,11 +466,16 @@ class SessionLimit:
             self._sessions.expire()
         tenant, most, sessions = config.name, config.concurrent_sessions, self._sessions
         for prompt in prompts:
-            before, chain = sessions.live(tenant), _Chain(prompt.block_hashes, prompt.session)
-            sessions.begin(prompt.request_id, tenant, chain.hashes, len(prompt.token_ids), 0, chain.name)
+            before, chain = sessions.live(tenant), _Chain(prompt.block_hashes, prompt.session, prompt.final)
+            if prompt.final:  # it takes the place of its session, with any prompt
+                sessions.close(tenant, [chain.name])
+            sessions.begin(
+                prompt.request_id, tenant, chain.hashes, len(prompt.token_ids), 0, chain.name,
+                parent=prompt.parent, final=prompt.final,
+            )  # fmt: skip
             allowance.at_end.append(partial(sessions.end, prompt.request_id))
             live = sessions.live(tenant)
-            if live == before:  # it continues a live session
+            if live <= before:  # it continues a live session
                 continue
             total = await self._levels.total(tenant, NAME, most, live, chain)
             if total > most:
@@ -451,4 +485,8 @@ class SessionLimit:
 
     def _count(self, tenant: str, what: _Chain | None) -> tuple[int, bool]:
         moved = what is not None and self._sessions.leave(tenant, what.hashes, what.name)
+        if what is not None and what.final:
+            before = self._sessions.live(tenant)
+            self._sessions.close(tenant, [what.name])
+            moved = moved or self._sessions.live(tenant) < before
         return self._sessions.live(tenant), moved

@@ -270,7 +270,7 @@ class SimulatedReplica:
 
     def close(self, tenant: str, name: str) -> None:
         """End a session, like a replica: its own blocks go first then."""
-        for session in self.sessions.close(tenant, name):
+        for session in self.sessions.close(tenant, [name]):
             first = -(-session.shared_tokens // self.settings.block_size)
             self.cache.demote(self.cache.index.line_through(session.marks[0][1])[first:])
         self._start_next()

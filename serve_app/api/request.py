@@ -147,7 +147,8 @@ class RequestFields:
     left out.
     ``cache_diagnostics``: report the reason of a cache miss. ``unknown``: fields without effect.
     ``service_tier`` and, within a tier, ``priority`` order the tenant's own requests. ``session``: the client's name
-    for the request's session, "" for none.
+    for the request's session, "" for none; ``parent``: for the session that began it; ``final``: it ends with this
+    answer. ``expected_tokens``: of the answer, as the client guesses, 0 for no guess.
     """
 
     prompt_field: ClassVar[str]
@@ -196,6 +197,9 @@ class RequestFields:
     add_special_tokens: bool | None = None
     cache_diagnostics: bool = False
     session: str = ""
+    parent: str = ""
+    final: bool = False
+    expected_tokens: int = 0
     unknown: tuple[UnknownField, ...] = ()
 
     @property

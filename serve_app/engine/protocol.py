@@ -86,6 +86,7 @@ class EngineRequest(RoutedRequest, frozen=True, kw_only=True, array_like=True, e
     base model. ``root`` is the scope's keyed root hash, behind the public scope's where ``scope.public_blocks`` is not
     0. ``block_hashes``: the packed chain of the prompt's full blocks under it (empty: the engine computes it).
     ``order``: among a tenant's waiting requests the lowest starts first; it has no effect between tenants.
+    ``expected_tokens``: of the answer, as the client guesses, 0 for no guess.
     ``store_kv`` False: the request uses cached blocks, but its own are never shared and end with it. ``saves``: the
     prefixes to keep, an explicit one, then those of cache breakpoints, the shortest first: so they get space.
     ``timeout_s``: limit from submission to the end; an unfinished request then ends with "timeout".
@@ -93,7 +94,8 @@ class EngineRequest(RoutedRequest, frozen=True, kw_only=True, array_like=True, e
     For the replica. ``reply_to``: the destination of its outputs, None for none. ``caller``: the name of the calling
     Serve actor; the generation ends when it dies. ``lora_path``: path of the adapter for a replica that lacks it.
     ``interval_s``: minimum time between two outputs, except the first and the last. ``grammar``: in llguidance's form.
-    ``session``: a ``session_key``. ``traceparent``: W3C's, of the parent's span. "" stands for none.
+    ``session``: a ``session_key``; ``parent``: of the session that began it; ``final``: it ends with this answer.
+    ``traceparent``: W3C's, of the parent's span. "" stands for none.
 
     From the replica. ``matcher``: this answer's own grammar; where the rules leave no token, the grammar wins.
     ``remote_kv``: KV in transit that the request waits for; it is queued, and counted as waiting, from submission.
@@ -112,6 +114,7 @@ class EngineRequest(RoutedRequest, frozen=True, kw_only=True, array_like=True, e
     saves: tuple[Save, ...] = ()
     timeout_s: float = math.inf
     resumed_tokens: int = 0
+    expected_tokens: int = 0
 
     reply_to: ReplyTo | None = None
     caller: str = ""
@@ -119,6 +122,8 @@ class EngineRequest(RoutedRequest, frozen=True, kw_only=True, array_like=True, e
     interval_s: float = 0.0
     grammar: str = ""
     session: str = ""
+    parent: str = ""
+    final: bool = False
     traceparent: str = ""
 
     matcher: TokenMatcher | None = None

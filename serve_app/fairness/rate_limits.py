@@ -133,8 +133,8 @@ class TenantLimits:
         self.levels = levels or Levels()
         self.checks: list[Check] = []
         """Limits that need a request's prompts."""
-        self.close_session: Callable[[str, str], object] = lambda tenant, name: None
-        """Ends a tenant's sessions of a name; nothing counts them before ``SessionLimit``."""
+        self.close_sessions: Callable[[str, Sequence[str]], object] = lambda tenant, names: None
+        """Ends a tenant's sessions of some names; nothing counts them before ``SessionLimit``."""
         self.levels.counts["concurrent_requests"] = self._requests_here
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}

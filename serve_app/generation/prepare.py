@@ -165,7 +165,7 @@ class Preparer:
         seed = secrets.randbits(62) if request.seed is None else request.seed
         grammar, warning = await self._grammars.form(request.grammar, tenant.name)
         bad_words = await self.tokenizer.word_ids(request.bad_words, tenant.name) if request.bad_words else ()
-        session = session_key(tenant.name, request.session)
+        session, parent = (session_key(tenant.name, word) for word in (request.session, request.parent))
         rules = rules_of(request, bad_words, self.info.vocab_size)
         limits, end_token_ids = self.limits, self.info.eos_token_ids
         generations: list[EngineRequest] = []
@@ -177,7 +177,9 @@ class Preparer:
             saves, system_tokens = await self._system_prompt(request, keys.root, tenant.name, encoded, system_text)
             if store_kv:
                 saves += await self._keep(request, keys, tenant.name, encoded)
-            placement_key = self._keys.placement(keys, request.prompt_cache_key, encoded, system_text)
+            # A key of its own would take a child away from its parent.
+            cache_key = request.prompt_cache_key and (request.parent or request.prompt_cache_key)
+            placement_key = self._keys.placement(keys, cache_key, encoded, system_text)
             public_blocks = encoded.public_blocks
             echo = self._echo(request, len(generations) // request.n, encoded)
             # Each choice of a completion repeats its prompt's log-probabilities, a chat has them once.
@@ -217,6 +219,9 @@ class Preparer:
                         system_tokens=system_tokens,
                         order=request.order,
                         session=session,
+                        parent=parent if parent != session else "",
+                        final=request.final,
+                        expected_tokens=min(request.expected_tokens, sampling.max_tokens),
                         model=request.answering_model,
                         charged=choice == 0,
                     )

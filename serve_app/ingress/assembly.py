@@ -52,7 +52,7 @@ from serve_app.ingress.observe.answer_meter import (
     trace_answer,
 )
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.observe.reports import SessionList
+from serve_app.ingress.observe.reports import FinalSessions, SessionList
 from serve_app.ingress.prompts import PromptAdmin, Warmer
 from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services, limits_of
 from serve_app.live.live import Live
@@ -304,6 +304,7 @@ async def _make_model(
         completions,
         several=several,
     )
+    observers.ended.append(FinalSessions(services.close_sessions).ended)
     return services
 
 

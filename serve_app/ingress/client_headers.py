@@ -10,14 +10,16 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.background import run_in_background
+from serve_app.api.hints import MOST_WORD_CHARS, is_true
 from serve_app.api.openai.response import openai_error
+from serve_app.api.request import RequestFields
 from serve_app.ingress.connections import AddressBounds, guard_of
 from serve_app.ingress.http import error_headers, json_response
 from serve_app.ray_compat import header_names
@@ -40,7 +42,11 @@ _SESSIONS = (
 )  # fmt: skip
 """The headers in which clients name sessions, by precedence; the last are Claude Code's, Codex's, OpenCode's, Dynamo's.
 """
-_MOST_SESSION_CHARS = 256
+_PARENTS = ("x-dynamo-parent-session-id", "x-parent-session-id", "x-codex-parent-thread-id")
+"""The headers in which Dynamo's clients, OpenCode and Codex name the session that began theirs."""
+_AGENT, _PARENT_AGENT = "x-claude-code-agent-id", "x-claude-code-parent-agent-id"
+"""Claude Code's, for sub-agents of one session."""
+_FINAL = "x-dynamo-session-final"
 _VALID_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
@@ -64,10 +70,25 @@ def _renamed(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
     return (_KEPT_SESSION, header[1]) if header[0].lower() == _SESSION else header
 
 
-def session_of(headers: Mapping[str, str]) -> str:
-    """Return the client's session, "" for none or an overlong one. ``headers``: with names in lower case."""
-    words = (headers.get(name, "") for name in _SESSIONS)
-    return next((word for word in words if 0 < len(word) <= _MOST_SESSION_CHARS), "")
+R = TypeVar("R", bound=RequestFields)
+
+
+def with_session(wanted: R, headers: Mapping[str, str]) -> R:
+    """Return a request with what its headers say of its session. ``headers``: with names in lower case."""
+    session, parent = _word(headers, _SESSIONS), _word(headers, _PARENTS)
+    if session and (agent := _word(headers, (_AGENT,))):
+        above = _word(headers, (_PARENT_AGENT,))
+        session, parent = f"{session}/{agent}", parent or (f"{session}/{above}" if above else session)
+    final = wanted.final or is_true(headers.get(_FINAL))
+    if not session and not parent and final == wanted.final:
+        return wanted
+    return replace(wanted, session=session or wanted.session, parent=parent or wanted.parent, final=final)
+
+
+def _word(headers: Mapping[str, str], names: Iterable[str]) -> str:
+    """Return the first of some headers that is there and not too long, "" for none."""
+    words = (headers.get(name, "") for name in names)
+    return next((word for word in words if 0 < len(word) <= MOST_WORD_CHARS), "")
 
 
 _CONNECTION = "warmpath.connection"

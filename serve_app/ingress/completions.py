@@ -32,7 +32,7 @@ from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces, t
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed, whole
-from serve_app.ingress.client_headers import arrived_s, session_of
+from serve_app.ingress.client_headers import arrived_s, with_session
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.http import read_body, until_disconnect
@@ -107,8 +107,7 @@ class Completions:
         note: str,
     ) -> Response:
         wanted = self.readers.checked(wanted)
-        if session := session_of(request.headers):
-            wanted = replace(wanted, session=session)
+        wanted = with_session(wanted, request.headers)
         if getattr(request.state, "waits_for_all", False):  # a line of a batch
             wanted = replace(wanted, service_tier="flex")
         # The internal id is random: two clients may send the same x-request-id.

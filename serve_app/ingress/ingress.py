@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -98,9 +99,9 @@ class Ingress:
         """Return what a tenant has at this ingress; one that may be over a limit calls this."""
         return self._services.access.limits.levels.told(question)
 
-    async def close_session(self, tenant: str, name: str) -> None:
-        """End a tenant's sessions of a name in this ingress' limit; the ingress that closes them calls this."""
-        self._services.access.limits.close_session(tenant, name)
+    async def close_sessions(self, tenant: str, names: Sequence[str]) -> None:
+        """End a tenant's sessions of some names in this ingress' limit; the ingress that closes them calls this."""
+        self._services.access.limits.close_sessions(tenant, names)
 
     async def recent_events(self, numbers: dict[str, int], model: str = "") -> Batch:
         """Return this ingress' events since ``numbers``; an ingress with watchers calls this every second."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
@@ -262,11 +263,11 @@ class Services:
             samples += figures.with_label(more, "ingress", name)
         return samples
 
-    async def close_session(self, tenant: str, name: str) -> int:
-        """End a tenant's sessions of a name everywhere; return how many replicas had one. Raises Overloaded."""
-        if not await self._everywhere.ingresses("close_session", tenant, name, timeout_s=5):
-            self.access.limits.close_session(tenant, name)
-        return sum([await each.fleet.sessions.close(tenant, name) for each in self.all])
+    async def close_sessions(self, tenant: str, names: Sequence[str]) -> int:
+        """End a tenant's sessions of some names everywhere; return how many replicas had one. Raises Overloaded."""
+        if not await self._everywhere.ingresses("close_sessions", tenant, names, timeout_s=5):
+            self.access.limits.close_sessions(tenant, names)
+        return sum([await each.fleet.sessions.close(tenant, names) for each in self.all])
 
     async def explanation(self, body: bytes) -> dict[str, Any]:
         """Return where the request in a body would go now. Raises the errors of ``reports.explanation``."""

@@ -162,9 +162,9 @@ class Replica:
         """Return the report on this replica's sessions for a tenant, or for an operator (None)."""
         return {"replica": self._replica_id, **self._gate.report(tenant)}
 
-    async def close_session(self, tenant: str, name: str) -> int:
-        """End a tenant's sessions of a name; return how many have ended here."""
-        return self._gate.close(tenant, name)
+    async def close_sessions(self, tenant: str, names: Sequence[str]) -> int:
+        """End a tenant's sessions of some names; return how many have ended here."""
+        return self._gate.close(tenant, names)
 
     async def reset_prefix_cache(self) -> bool:
         """Drop all cached blocks that are not in use."""

@@ -12,7 +12,7 @@ recomputes the blocks that the previous one evicted. Not thread-safe.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -92,7 +92,16 @@ class Admission:
         tenants = held.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
         share = {tenant: room * self.shares.fraction(tenant, among=tenants) for tenant in tenants}
         aging = AGING_SHARE * pace
-        line = sorted(self._waiting.items(), key=lambda item: item[1].arrival_s + item[1].needed_tokens / aging)
+        turns = {name: waiting.arrival_s + waiting.needed_tokens / aging for name, waiting in self._waiting.items()}
+        named = {(one.session.tenant, one.session.name): turns[name] for name, one in self._waiting.items()}
+
+        def turn(item: tuple[str, _Waiting]) -> tuple[float, bool]:
+            """A child gives way to its parent."""
+            own, session = turns[item[0]], item[1].session
+            parent = named.get((session.tenant, session.parent), own) if session.parent else own
+            return max(own, parent), parent > own
+
+        line = sorted(self._waiting.items(), key=turn)
         started: list[str] = []
         for request_id, waiting in sorted(
             line, key=lambda item: held[item[1].session.tenant] / self.shares.weight(item[1].session.tenant)
@@ -208,8 +217,9 @@ class SessionGate:
 
         known = cached_tokens()
         session = self.sessions.begin(
-            request.request_id, request.tenant, chain, prompt_tokens, known, request.session, request.system_tokens
-        )
+            request.request_id, request.tenant, chain, prompt_tokens, known, request.session, request.system_tokens,
+            parent=request.parent, expected_tokens=request.expected_tokens, final=request.final,
+        )  # fmt: skip
         decision = request.decision
         pulled_tokens = decision.pull_tokens if decision is not None and decision.pull_from else 0
         if not self._admission.waits(session, prompt_tokens - max(known, pulled_tokens), cached_tokens):
@@ -226,9 +236,9 @@ class SessionGate:
         self._held.pop(request_id, None)
         self._closed([session] if session is not None else [])
 
-    def close(self, tenant: str, name: str) -> int:
-        """End a tenant's sessions of a name, whose own blocks go first then; return how many have ended."""
-        sessions = self.sessions.close(tenant, name)
+    def close(self, tenant: str, names: Collection[str]) -> int:
+        """End a tenant's sessions of some names, whose own blocks go first then; return how many have ended."""
+        sessions = self.sessions.close(tenant, names)
         self._closed(sessions)
         return len(sessions)
 

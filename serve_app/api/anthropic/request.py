@@ -9,6 +9,7 @@ from pydantic import Field
 
 from serve_app.api.anthropic.conversation import BLOCK_FIELDS, ConversationReader
 from serve_app.api.anthropic.history import RequestDigests, digest, digests
+from serve_app.api.hints import METADATA, NVEXT, Hints
 from serve_app.api.json_body import (
     MAX_ID_CHARS,
     JsonBody,
@@ -23,7 +24,7 @@ from serve_app.api.json_body import (
 )
 from serve_app.api.openai.request import MAX_TOKENS
 from serve_app.api.openai.tools import MAX_TOOL_VALUES, MAX_TOOLS, Description, Function, FunctionName, tool_use
-from serve_app.api.request import ChatRequest, ToolUse, thinking_switches
+from serve_app.api.request import ChatRequest, ToolUse, thinking_switches, unknown_fields
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -84,11 +85,11 @@ class CountTokensBody(JsonBody):
     """The body of ``POST /v1/messages/count_tokens``: all fields that form the prompt."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"service_tier", "inference_geo", "user_profile_id", "workspace_id"}
+        {"service_tier", "inference_geo", "user_profile_id", "workspace_id", "nvext"}
     )
     bounded: ClassVar[Mapping[str, int]] = {
         "messages": 1 << 17, "system": 1 << 14, "tools": MAX_TOOL_VALUES, "output_config": 1 << 14,
-        "stop_sequences": 1 << 10, "metadata": 1 << 10,
+        "stop_sequences": 1 << 10, "metadata": 1 << 10, "nvext": 1 << 10,
     }  # fmt: skip
     refused: ClassVar[Refused] = {
         "container": (),
@@ -191,7 +192,8 @@ class MessagesBody(CountTokensBody):
     service_tier: Annotated[Literal["auto", "standard_only"] | None, Must("auto or standard_only")] = Field(
         None, description="no effect: usage always reports standard"
     )
-    metadata: Any = Field(None, description="a user_id of JSON with a session_id names the session")
+    metadata: Any = Field(None, description=METADATA)
+    nvext: Any = Field(None, description=NVEXT)
     diagnostics: DiagnosticsBody | None = Field(None, description="report the reason of a cache miss")
     store_kv: StoreKV = None
 
@@ -199,7 +201,7 @@ class MessagesBody(CountTokensBody):
         """Return the validated request. Raises InvalidRequest for fields that contradict each other."""
         if self.stream and not self.max_tokens:
             raise InvalidRequest("max_tokens must be at least 1 where stream is true.", param="max_tokens")
-        prompt = super().request()
+        prompt, hints = super().request(), Hints.of(self.nvext, self.metadata)
         return replace(
             prompt,
             max_tokens=self.max_tokens,
@@ -209,7 +211,12 @@ class MessagesBody(CountTokensBody):
             stop=self.stop_sequences,
             stream=self.stream,
             store_kv=self.store_kv,
-            session=_session(self.metadata),
+            session=_session(self.metadata) or hints.session,
+            parent=hints.parent,
+            final=hints.final,
+            expected_tokens=hints.output_tokens,
+            priority=hints.priority,
+            unknown=(*prompt.unknown, *unknown_fields(hints.unread, ())),
             cache_diagnostics=self.diagnostics is not None,
             repeated={"diagnostics": self._asked(prompt)},
         )

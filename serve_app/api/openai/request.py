@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
+from serve_app.api.hints import METADATA, NVEXT, Hints
 from serve_app.api.json_body import (
     JsonBody,
     ModelName,
@@ -211,7 +212,7 @@ MAX_PROMPTS = 128
 """Bounds the prompts of a completion request, and the product of prompts and ``n``."""
 
 BOUNDED = {
-    **dict.fromkeys(("logit_bias", "response_format", "structured_outputs"), 1 << 14),
+    **dict.fromkeys(("logit_bias", "response_format", "structured_outputs", "metadata", "nvext"), 1 << 14),
     **dict.fromkeys(("stop_token_ids", "logprob_token_ids"), 1 << 10),
 }
 
@@ -271,8 +272,8 @@ def told_reference(fields: str, param: str) -> InvalidRequest:
 class GenerationBody(SamplingBody):
     """The fields that chat completions and completions share."""
 
-    # OpenAI's fields for the end user, and for data to store with an answer. Nothing is stored.
-    without_effect: ClassVar[frozenset[str]] = frozenset({"user", "safety_identifier", "metadata", "store"})
+    # OpenAI's fields for the end user, and for an answer to store. Nothing is stored.
+    without_effect: ClassVar[frozenset[str]] = frozenset({"user", "safety_identifier", "store"})
 
     model: ModelName
     lora_name: Text256 = Field(None, description="a LoRA adapter of the model")
@@ -327,6 +328,8 @@ class GenerationBody(SamplingBody):
         None, description="with truncate_prompt_tokens: the side where tokens are left out; default: left"
     )
     cache_diagnostics: bool = Field(False, description="report in usage why the cache was missed")
+    metadata: Any = Field(None, description=METADATA)
+    nvext: Any = Field(None, description=NVEXT)
 
     def kept(self, marks: Iterable[CacheBreakpoint]) -> dict[str, Any]:
         """Return what a conversation asks to keep, given its marks."""
@@ -370,7 +373,11 @@ class GenerationBody(SamplingBody):
             del fields[name]
         fields["grammar"] = self.grammar
         fields["top_k"] = max(0, self.top_k)
-        fields["session"] = self.prompt_cache_key or ""
+        hints = Hints.of(fields.pop("nvext"), fields.pop("metadata"))
+        fields["session"] = hints.session or self.prompt_cache_key or ""
+        fields["parent"], fields["final"], fields["expected_tokens"] = hints.parent, hints.final, hints.output_tokens
+        if hints.priority and "priority" not in self.model_fields_set:
+            fields["priority"] = hints.priority
         fields["logit_bias"] = tuple(sorted({int(token): bias for token, bias in self.logit_bias.items()}.items()))
         fields["include_usage"] = options is not None and options.include_usage is True
         every = options is not None and options.continuous_usage_stats is True
@@ -378,6 +385,7 @@ class GenerationBody(SamplingBody):
         fields["truncation_side"] = self.truncation_side or "left"
         fields["return_tokens_as_token_ids"] = self.return_tokens_as_token_ids is True
         inner = [*(f"stream_options.{name}" for name in (options.model_extra if options else None) or ()), *ignored]
+        inner += hints.unread
         inner += (f"prompt_cache_options.{name}" for name in (caching.model_extra if caching else None) or ())
         if inner or self.model_extra:
             fields["unknown"] = self.unknown(inner, known)

@@ -23,7 +23,7 @@ GROWTH_BLOCKS = 4
 """Blocks allocated at once for generated tokens: longer contiguous runs, and at most three blocks held early."""
 
 RESERVED_TOKENS = 64
-"""Generated tokens that every start reserves blocks for, unless the sequence has generated more already."""
+"""Generated tokens that every start reserves blocks for, unless more are expected or generated already."""
 
 
 class PendingBlocks:
@@ -192,7 +192,8 @@ class RunningSet:
 
 def blocks_to_reserve(sequence: SequenceState, block_size: int) -> int:
     """Return the blocks to reserve for a sequence that starts, cache hits included."""
-    first = sequence.prefill_tokens + max(sequence.generated_tokens, RESERVED_TOKENS)
+    expected = max(sequence.generated_tokens, sequence.request.expected_tokens, RESERVED_TOKENS)
+    first = sequence.prefill_tokens + expected
     return ceil_div(min(sequence.most_tokens, first), block_size)
 
 

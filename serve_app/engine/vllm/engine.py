@@ -129,7 +129,7 @@ class VllmEngine:
             max_blocks=self._most_blocks,
             block_size=size,
         )
-        told = tenant_args(request.tenant, request.order)
+        told = tenant_args(request.tenant, request.order, request.expected_tokens)
         told |= scope_args(request.root, request.scope.public_blocks * size, store_kv=request.store_kv)
         params = vllm_sampling(request, told, exact=self.settings.exact, off=self.off)
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)

@@ -6,12 +6,15 @@ None holds a prompt's text. Explain tells the replica that a request would go to
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 from pydantic import Field
 
+from router.background import run_in_background
 from router.core import RoutingCore
 from router.policies import POLICIES
 from router.protocol.samples import Sample
@@ -20,9 +23,10 @@ from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.openai.responses.request import parse_response_request
 from serve_app.api.request import GenerateRequest
 from serve_app.config.engine import CAPABILITIES
-from serve_app.errors import InvalidRequest, Overloaded
+from serve_app.errors import InvalidRequest, Overloaded, WarmpathError
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.generation.prepare import Preparer
+from serve_app.ingress.observe.answer_meter import AnswerMeter
 from serve_app.live.replicas import lacking
 from serve_app.live.tally import Total
 from serve_app.replica.session_gate import MOST_TOLD
@@ -195,13 +199,13 @@ class SessionList:
             self._asked[viewer] = now_s, asyncio.create_task(self._ask(viewer))
         return await asyncio.shield(self._asked[viewer][1])  # other requests wait for it, too
 
-    async def close(self, tenant: str, name: str) -> int:
-        """End a tenant's sessions of a name (``session_key``); return how many replicas had one that has ended now.
+    async def close(self, tenant: str, names: Sequence[str]) -> int:
+        """End a tenant's sessions of some names (``session_key``); return how many replicas had one that ended now.
 
         Raises Overloaded if a replica is silent.
         """
         try:
-            closed = await self._replicas("close_session", tenant, name, timeout_s=TIMEOUT_S)
+            closed = await self._replicas("close_sessions", tenant, names, timeout_s=TIMEOUT_S)
         except TimeoutError as error:
             raise Overloaded("A replica does not close its sessions; ask again.", retry_after_s=5.0) from error
         self._asked.pop(tenant, None)
@@ -221,3 +225,39 @@ class SessionList:
             "replicas": [{name: value for name, value in report.items() if name != "rows"} for report in reports],
             "sessions": sorted(rows, key=lambda row: float(row["idle_s"]))[:MOST_TOLD],
         }
+
+
+MOST_FINAL, FINAL_PAUSE_S = 1000, 0.2
+"""Names of one tenant that wait to be closed, and the time between two rounds: many ends cost few calls."""
+
+
+class FinalSessions:
+    """Closes the named sessions whose clients called an answer the last one, everywhere, after that answer.
+
+    ``close``: ends a tenant's sessions of some names.
+    """
+
+    def __init__(self, close: Callable[[str, Sequence[str]], Awaitable[object]]) -> None:
+        self._close = close
+        self._names: dict[str, dict[str, None]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def ended(self, answer: AnswerMeter, _: WarmpathError | None) -> None:
+        """Note the end of an answer."""
+        last = answer.generations[0]
+        if not last.final or not last.session:
+            return
+        if last.tenant not in self._names:
+            self._names[last.tenant] = {}
+            self._tasks[last.tenant] = run_in_background(partial(self._run, last.tenant))
+        names = self._names[last.tenant]
+        if len(names) < MOST_FINAL:  # beyond, sessions end as those of other clients do
+            names[last.session] = None
+
+    async def _run(self, tenant: str) -> None:
+        while names := list(self._names[tenant]):
+            self._names[tenant].clear()
+            with suppress(Overloaded):
+                await self._close(tenant, names)
+            await asyncio.sleep(FINAL_PAUSE_S)
+        del self._names[tenant], self._tasks[tenant]

@@ -157,7 +157,7 @@ async def close_session(request: Request, services: Front, session: str) -> Resp
     ends with that.
     """
     tenant = services.access.guard.tenant(request).name
-    closed = await services.close_session(tenant, session_key(tenant, session))
+    closed = await services.close_sessions(tenant, [session_key(tenant, session)])
     return json_response({"id": session, "object": "session", "deleted": True, "replicas": closed})
 
 

@@ -202,6 +202,19 @@ def test_a_prompt_cache_key_changes_only_the_placement(shop: Preparer) -> None:
     assert ask(shop, ACME, ("user", "Else."), prompt_cache_key="k").placement_key == keyed[0].placement_key
 
 
+def test_a_child_is_placed_where_its_parent_is(shop: Preparer) -> None:
+    """Its own key would take it elsewhere while the parent's prefix is being computed. Hints are names by tenant."""
+    parent = ask(shop, ACME, ("user", LONG), prompt_cache_key="k", session="k")
+    fork = {"session": "child", "parent": "k", "final": True, "expected_tokens": 5}
+    child = ask(shop, ACME, ("user", LONG + " More."), prompt_cache_key="child", **fork)
+    assert child.placement_key == parent.placement_key
+    assert (child.parent, child.final, child.expected_tokens) == (parent.session, True, 5)
+    strange = ask(shop, ZETA, ("user", LONG), prompt_cache_key="child", **fork)
+    assert strange.placement_key != parent.placement_key and strange.parent != parent.session
+    liar = ask(shop, ACME, ("user", LONG), session="x", parent="x", expected_tokens=2**40, max_tokens=7)
+    assert (liar.parent, liar.expected_tokens) == ("", 7)
+
+
 @pytest.mark.parametrize("kind", ["messages", "text", "prompt", "ids", "reference", "tools"])
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_read(
     kind: str, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch

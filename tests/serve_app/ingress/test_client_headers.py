@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -11,10 +12,13 @@ import pytest
 from ray.serve._private.http_util import _apply_middlewares, parse_disconnect_disabled_header
 from ray.serve._private.utils import call_function_from_import_path
 
-from serve_app.ingress.client_headers import ClientHeaders, arrived_s, client_headers, connection_of, session_of
+from serve_app.api.request import CompletionRequest
+from serve_app.ingress.client_headers import ClientHeaders, arrived_s, client_headers, connection_of, with_session
 from serve_app.ingress.connections import CLIENT_HEADERS
 
 KEPT = [(b"host", b"x"), (b"authorization", b"Bearer k"), (b"traceparent", b"00-1-2-01")]
+
+ASKED = CompletionRequest(model="m", prompts=("Hi",))
 
 
 async def unused(*_: Any) -> Any:
@@ -59,7 +63,35 @@ def test_a_clients_session_is_kept_by_another_name() -> None:
     """By its own name Ray would choose a replica by it."""
     seen, _ = seen_by_ray(*KEPT, (b"X-Session-Id", b"one"))
     assert [one for one in seen if one[0] != b"x-request-id"] == [*KEPT, (b"x-warmpath-session", b"one")]
-    assert session_of({"x-warmpath-session": "one", "session-id": "two"}) == "one"
+    assert with_session(ASKED, {"x-warmpath-session": "one", "session-id": "two"}).session == "one"
+
+
+@pytest.mark.parametrize(
+    ("headers", "session", "parent"),
+    [
+        ({"x-dynamo-session-id": "one", "x-dynamo-parent-session-id": "two"}, "one", "two"),
+        ({"x-session-affinity": "one", "x-parent-session-id": "two"}, "one", "two"),
+        ({"session-id": "one", "x-codex-parent-thread-id": "two"}, "one", "two"),
+        ({"x-claude-code-session-id": "one", "x-claude-code-agent-id": "a"}, "one/a", "one"),
+        (
+            {"x-claude-code-session-id": "one", "x-claude-code-agent-id": "b", "x-claude-code-parent-agent-id": "a"},
+            "one/b",
+            "one/a",
+        ),
+        ({"x-claude-code-agent-id": "a", "x-dynamo-parent-session-id": "x" * 257}, "", ""),
+    ],
+)
+def test_headers_name_the_session_that_began_a_session(headers: dict[str, str], session: str, parent: str) -> None:
+    found = with_session(ASKED, headers)
+    assert (found.session, found.parent, found.final) == (session, parent, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "final"), [("true", True), ("1", True), ("True", True), ("false", False), ("", False)]
+)
+def test_a_header_ends_the_session(value: str, final: bool) -> None:
+    assert with_session(ASKED, {"x-dynamo-session-final": value}).final == final
+    assert with_session(replace(ASKED, final=True), {"x-dynamo-session-final": value}).final
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ class Bench:
         self.gate = SessionGate(engine, config, clock=self.clock)
         self.told = Collector()
 
-    def submit(self, name: str, ids: TokenArray, session: str = "", system_tokens: int = 0) -> bool:
+    def submit(
+        self, name: str, ids: TokenArray, session: str = "", system_tokens: int = 0, *, final: bool = False
+    ) -> bool:
         """Submit a request as a replica does; return whether it waits for space."""
         item: EngineRequest = request(name, ids, 4)
         item = structs.replace(
@@ -39,6 +41,7 @@ class Bench:
             block_hashes=hash_blocks(item.root, item.token_ids, 16),
             session=session,
             system_tokens=system_tokens,
+            final=final,
         )
         held = self.gate.begin(item)
         self.engine.submit(structs.replace(item, remote_kv=held), self.told)
@@ -100,14 +103,24 @@ async def test_a_closed_session_makes_space_at_once(bench: Bench) -> None:
     assert not bench.submit("a", prompt(600), "one")
     await bench.ended("a")
     assert bench.submit("b", other(1), "two")
-    assert [bench.gate.close(*names) for names in (("other", "one"), ("default", "none"), ("default", ""))] == [0, 0, 0]
+    others = (("other", "one"), ("default", "none"), ("default", ""))
+    assert [bench.gate.close(tenant, [name]) for tenant, name in others] == [0, 0, 0]
     assert bench.engine.load().waiting_sequences == 1
-    assert bench.gate.close("default", "one") == 1
-    assert bench.gate.close("default", "two") == 0
+    assert bench.gate.close("default", ["one"]) == 1
+    assert bench.gate.close("default", ["two"]) == 0
     await bench.ended("b")
     assert bench.gate.sessions.all() == []
     assert not bench.submit("c", other(2))
     await bench.ended("c")
+
+
+async def test_a_last_answer_closes_its_session(bench: Bench) -> None:
+    """It needs no name."""
+    assert not bench.submit("a", prompt(600), final=True)
+    assert bench.submit("b", other(1))
+    await bench.ended("a")
+    await bench.ended("b")
+    assert len(bench.gate.sessions.all()) == 1
 
 
 async def test_a_closed_sessions_own_blocks_go_first_with_its_answer(make_engine: MakeEngine) -> None:
@@ -118,7 +131,7 @@ async def test_a_closed_sessions_own_blocks_go_first_with_its_answer(make_engine
     for name, ids, tokens in (("alone", alone, 160), ("beside", beside, 0), ("shares", shares, 0)):
         bench.submit(name, ids, name, tokens)
         await bench.ended(name)
-    assert bench.gate.close("default", "alone") == bench.gate.close("default", "shares") == 1
+    assert bench.gate.close("default", ["alone", "shares"]) == 2
     bench.submit("new", other(9, 450))
     await bench.ended("new")
     chains = [hash_blocks(request("x", ids).root, ids, 16) for ids in (alone, shares, beside)]

@@ -27,11 +27,11 @@ class Bench:
         self.made = 0
         self.cached_tokens = 0
 
-    def arrive(self, tokens: int, tenant: str = "a") -> str:
+    def arrive(self, tokens: int, tenant: str = "a", name: str = "", parent: str = "") -> str:
         """Start a new session; return its request."""
         request_id = str(self.made)
         self.made += 1
-        session = self.sessions.begin(request_id, tenant, chain((f"{request_id}-", 20)), tokens, 0)
+        session = self.sessions.begin(request_id, tenant, chain((f"{request_id}-", 20)), tokens, 0, name, parent=parent)
         self.admission.waits(session, tokens, lambda: self.cached_tokens)
         return request_id
 
@@ -65,6 +65,23 @@ def test_an_idle_replica_waits_for_no_return_longer_than_a_context_takes_to_comp
     bench.clock.now_s = 90.0
     assert bench.admission.admitted() == [second]
     assert bench.admission.admitted() == [] and third in bench.admission._waiting
+
+
+def test_a_session_gives_way_to_the_one_that_began_it() -> None:
+    """Among those that wait, a shorter context starts first, but not before its parent's; a liar's neither."""
+    bench = Bench(wait_s=10_000.0, pace=1000.0)
+    first = bench.arrive(60_000)
+    assert bench.admission.admitted() == [first]
+    root, child = bench.arrive(60_000, name="root"), bench.arrive(50_000, name="child", parent="root")
+    loop = [bench.arrive(55_000, name=name, parent=parent) for name, parent in (("u", "v"), ("v", "u"))]
+    strange = bench.arrive(51_000, parent="none")
+    started = []
+    for _ in range(5):
+        bench.end(first)
+        bench.clock.now_s += 1000.0
+        (first,) = bench.admission.admitted()
+        started.append(first)
+    assert started == [strange, *loop, root, child]
 
 
 def test_nobody_waits_where_the_pool_is_free_nor_for_little_nor_without_a_wait() -> None:

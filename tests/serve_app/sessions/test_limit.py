@@ -25,6 +25,8 @@ class Prompt:
     block_hashes: bytes
     token_ids: Sequence[int]
     session: str = ""
+    parent: str = ""
+    final: bool = False
 
 
 class Ingresses:
@@ -47,12 +49,13 @@ class Ingresses:
         self.asked += 1
         return [limits.levels.told(question) for limits in self.limits]
 
-    def begin(self, ingress: int, word: str, turn: int = 0, tenant: str = "a") -> Allowance:
+    def begin(self, ingress: int, word: str, turn: int = 0, tenant: str = "a", *, final: str = "") -> Allowance:
         """Begin a turn of the session ``word``. Raises RateLimited."""
         allowance = self.limits[ingress].begin(tenant)
         self._number += 1
         hashes = chain((word, BLOCKS + turn))
-        prompt = Prompt(f"r{self._number}", hashes, range(SIZE * (BLOCKS + turn)), f"named {word}")
+        prompt = Prompt(f"r{self._number}", hashes, range(SIZE * (BLOCKS + turn)), f"named {final or word}")
+        prompt.final = bool(final)
         try:
             asyncio.run(allowance.prepared([prompt]))
         except RateLimited:
@@ -96,15 +99,30 @@ def test_a_closed_session_makes_room_for_another() -> None:
     running = one.begin(0, "x")
     one.turn(0, "y")
     for tenant, name in (("a", "named z"), ("b", "named y"), ("a", ""), ("a", "named x")):
-        one.limits[0].close_session(tenant, name)
+        one.limits[0].close_sessions(tenant, [name])
     assert one.live() == 2
-    one.limits[0].close_session("a", "named y")
+    one.limits[0].close_sessions("a", ["named y"])
     one.turn(0, "z")
     with pytest.raises(RateLimited):
         one.turn(0, "y")
     running.end()
     one.turn(0, "y")
     assert one.live() == 2
+
+
+@pytest.mark.parametrize("ingresses", [1, 2])
+def test_the_last_request_of_a_session_takes_its_place(ingresses: int) -> None:
+    """With any prompt, by any ingress; then the place is free. Such a request has no place beside other sessions."""
+    both = Ingresses(ingresses, 1)
+    both.turn(0, "x")
+    last = both.begin(ingresses - 1, "bye", final="x")
+    assert both.live() == 1
+    for word, final in (("y", ""), ("bye", "y")):
+        with pytest.raises(RateLimited):
+            both.begin(0, word, final=final)
+    last.end()
+    assert both.live() == 0
+    both.turn(0, "y")
 
 
 @settings(max_examples=150, deadline=None)

@@ -90,6 +90,38 @@ def test_a_second_request_beside_a_running_one_is_a_session_of_its_own(sessions:
     assert sessions.state(first, SLOW) == "paused" and sessions.state(second, SLOW) == "running"
 
 
+def test_a_session_that_goes_on_expects_none_of_those_that_it_began(sessions: Sessions) -> None:
+    """Their answers are what it waited for. One that runs, another's, and another tenant's stay live."""
+    begun = {"paused": ("a", "root"), "other": ("a", "else"), "strange": ("b", "root"), "runs": ("a", "root")}
+    for name, (tenant, parent) in begun.items():
+        sessions.begin(name, tenant, chain((name, 40)), 640, 0, name, parent=parent)
+        if name != "runs":
+            sessions.end(name)
+    turn(sessions, "1", chain(("x", 40)), name="root")
+    states = {session.name: sessions.state(session, SLOW) for session in sessions.all()}
+    assert states == {"paused": "left", "other": "paused", "strange": "paused", "runs": "running", "root": "paused"}
+    again = sessions.begin("again", "a", chain(("paused", 41)), 656, 0, "paused")
+    assert again.turns == 2 and sessions.state(again, SLOW) == "running"
+
+
+def test_sessions_close_with_the_one_that_began_them(sessions: Sessions) -> None:
+    for name, parent in (("root", ""), ("child", "root"), ("grandchild", "child"), ("", "child"), ("other", "")):
+        sessions.begin(f"of {name}", "a", chain((f"{name}-", 40)), 640, 0, name, parent=parent)
+        sessions.end(f"of {name}")
+    sessions.begin("loop", "a", chain(("loop", 40)), 640, 0, "root", parent="grandchild")
+    assert len(sessions.close("a", ["root"])) == 4, "one runs"
+    assert [session.name for session in sessions.all()] == ["other", "root"]
+    sessions.end("loop")
+    assert [session.name for session in sessions.all()] == ["other"]
+
+
+def test_an_expected_answer_is_part_of_the_context_until_the_real_one(sessions: Sessions) -> None:
+    session = sessions.begin("1", "a", chain(("x", 40)), 640, 0, expected_tokens=300)
+    assert sessions.held() == {"a": 940}
+    sessions.end("1", 10)
+    assert session.own_tokens == 650 and sessions.held() == {"a": 650}
+
+
 def test_a_session_is_live_as_long_as_nine_of_ten_returns_took(sessions: Sessions, clock: Clock) -> None:
     session = turn(sessions, "0", chain(("x", 20)))
     assert held_s(sessions, session) == FIRST_HOLD_S

@@ -179,7 +179,9 @@ class ResponsesBody(GenerationBody):
         TextConfig(), description="format: text, json_object or json_schema"
     )
     metadata: Annotated[dict[str, Any], Must("an object")] = Field(
-        {}, description="returned unchanged in responses; its user_id can name the session, in messages"
+        {},
+        description="returned unchanged in responses; session_id, parent_session_id and session_final are hints, in "
+        "messages a user_id of JSON with a session_id, too",
     )
     include: Annotated[list[str], Must("a list of strings")] = Field(
         [], description=f"{LOGPROBS}: log-probabilities of the text's tokens; other values have no effect"

@@ -15,6 +15,7 @@ from serve_app.fairness.shares import checked_weights
 
 _TENANT = "warmpath.tenant"
 _ORDER = "warmpath.order"
+_EXPECTED = "warmpath.expected_tokens"
 _PUBLIC = "warmpath.public"
 _NOT_STORED = "warmpath.not_stored"
 _SHARES = "warmpath.tenant_shares"
@@ -24,9 +25,10 @@ HOST_SHARES: WeakSet[Accounts[Any]] = WeakSet()
 """Tenants' accounts of the host memory in this process."""
 
 
-def tenant_args(tenant: str, order: int = 0) -> dict[str, Any]:
-    """Return a request's ``SamplingParams.extra_args`` for its tenant and its place among the tenant's requests."""
-    return {_TENANT: tenant, _ORDER: order}
+def tenant_args(tenant: str, order: int = 0, expected_tokens: int = 0) -> dict[str, Any]:
+    """Return a request's ``SamplingParams.extra_args`` for its tenant, its place among the tenant's, and its answer."""
+    expected = {_EXPECTED: expected_tokens} if expected_tokens else {}
+    return {_TENANT: tenant, _ORDER: order, **expected}
 
 
 def salt_of(root: bytes) -> str:
@@ -65,6 +67,11 @@ def tenant_of(request: Any) -> str:
 def order_of(request: Any) -> int:
     """Return the place of a ``Request`` of vLLM among its tenant's: the lowest starts first."""
     return int(_extra_args(request).get(_ORDER, 0))
+
+
+def expected_tokens_of(request: Any) -> int:
+    """Return the tokens that the client of a ``Request`` of vLLM expects in the answer; 0 if it does not say."""
+    return int(_extra_args(request).get(_EXPECTED, 0))
 
 
 def public_part(request: Any) -> tuple[int, str]:

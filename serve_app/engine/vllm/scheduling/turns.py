@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from serve_app.engine.protocol import Clock
 from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, FairQueue
 from serve_app.engine.scheduling.running_set import RESERVED_TOKENS
-from serve_app.engine.vllm.scheduling.tenant import tenant_of
+from serve_app.engine.vllm.scheduling.tenant import expected_tokens_of, tenant_of
 from serve_app.fairness.shares import Budget, Shares, verdict
 
 
@@ -62,7 +62,9 @@ class TenantTurns:
 
     def blocks_of(self, request: Any) -> int:
         """Return the blocks that a request needs in all: those of its tokens and of the answer's next ones."""
-        tokens = min(request.num_prompt_tokens + request.max_tokens, request.num_tokens + RESERVED_TOKENS)
+        answered = request.num_tokens - request.num_prompt_tokens
+        more = max(RESERVED_TOKENS, expected_tokens_of(request) - answered)
+        tokens = min(request.num_prompt_tokens + request.max_tokens, request.num_tokens + more)
         return self._blocks_for(tokens)
 
     def plan(self, running: Collection[Any], waiting: Iterable[Any], in_use: Mapping[str, int], pool: Pool) -> Plan:

@@ -13,7 +13,7 @@ from msgspec import structs
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import AdapterSpec, Save
-from serve_app.engine.scheduling.running_set import RESERVED_TOKENS, choose_victim
+from serve_app.engine.scheduling.running_set import RESERVED_TOKENS, blocks_to_reserve, choose_victim
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from tests.serve_app.conftest import MakeEngine
@@ -187,6 +187,14 @@ def test_preemptions_are_bounded_by_the_doublings_of_an_answer() -> None:
     assert bench.preemptions.total() >= 6, "the pool was too large: the test proves nothing"
     assert max(bench.preemptions.values()) <= 1 + log2(600 / RESERVED_TOKENS)
     assert bench.runner.steps <= 8 * 620, "no slower than one after the other"
+
+
+@pytest.mark.parametrize(("expected", "tokens"), [(0, RESERVED_TOKENS), (20, RESERVED_TOKENS), (300, 300), (9000, 499)])
+def test_a_start_reserves_the_expected_answer(expected: int, tokens: int) -> None:
+    """Never more than the longest one."""
+    asked = structs.replace(request("r", prompt(96), 500), expected_tokens=expected)
+    sequence = SequenceState(asked, Collector(), b"", 0.0)
+    assert blocks_to_reserve(sequence, BLOCK) == -(-(96 + tokens) // BLOCK)
 
 
 def test_recomputing_reuses_blocks_still_cached() -> None:

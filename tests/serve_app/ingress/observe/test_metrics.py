@@ -5,8 +5,10 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import httpx
@@ -33,9 +35,10 @@ from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.shares import Shares
 from serve_app.generation.prepare import Limits, Preparer, session_key
 from serve_app.ingress.observe import reports as module
+from serve_app.ingress.observe.answer_meter import AnswerMeter
 from serve_app.ingress.observe.families import FAMILIES, LABELS, SECTIONS, metrics_page
 from serve_app.ingress.observe.metrics import IngressMetrics, render, router_samples, with_label, without_tenants
-from serve_app.ingress.observe.reports import SessionList, cache_state, explanation
+from serve_app.ingress.observe.reports import MOST_FINAL, FinalSessions, SessionList, cache_state, explanation
 from serve_app.ingress.routes.application import make_application
 from serve_app.live.replicas import replica_rows
 from serve_app.replica.lifecycle.handover import MoveMeters, Receipt
@@ -354,9 +357,11 @@ class Replicas:
             bench.end(bench.arrive(tokens, tenant))
             bench.clock.now_s += 10.0
 
-    async def __call__(self, method: str, tenant: str | None, name: str = "", *, timeout_s: float) -> list[Any]:
-        if method == "close_session":
-            return [len(bench.sessions.close(tenant or "", name)) for bench in self.benches.values()]
+    async def __call__(
+        self, method: str, tenant: str | None, names: Sequence[str] = (), *, timeout_s: float
+    ) -> list[Any]:
+        if method == "close_sessions":
+            return [len(bench.sessions.close(tenant or "", names)) for bench in self.benches.values()]
         assert method == "sessions"
         self.asked.append(tenant)
         await asyncio.sleep(0)
@@ -425,7 +430,7 @@ def test_each_key_closes_its_own(replicas: Replicas) -> None:
     assert other.json() == {"id": "two", "object": "session", "deleted": True, "replicas": 0}
     assert closed.json() == {"id": "one", "object": "session", "deleted": True, "replicas": 2}
     assert [session.tenant for bench in replicas.benches.values() for session in bench.sessions.all()] == ["globex"]
-    assert services.access.limits.close_session.call_args.args == ("acme", session_key("acme", "one"))
+    assert services.access.limits.close_sessions.call_args.args == ("acme", [session_key("acme", "one")])
 
 
 def test_without_tenants_everybody_sees_all(replicas: Replicas) -> None:
@@ -467,3 +472,36 @@ def test_a_silent_replica_is_a_sentence() -> None:
     (answer,) = get(CLOSED, silent, "acme")
     assert (answer.status_code, answer.headers["retry-after"]) == (Overloaded.status, "5")
     assert answer.json()["error"]["message"] == "A replica does not report its sessions; ask again."
+
+
+def test_last_answers_close_their_sessions_in_few_calls() -> None:
+    """By name; a tenant's flood of ends makes bounded calls, and others' ends do not wait for it."""
+    calls: list[tuple[str, list[str]]] = []
+    done = asyncio.Event()
+
+    async def close(tenant: str, names: Sequence[str]) -> None:
+        calls.append((tenant, list(names)))
+        if tenant == "acme" and len(calls) == 1:
+            raise Overloaded("a replica is silent", retry_after_s=1.0)
+        if "last" in names:
+            done.set()
+
+    def ended(closer: FinalSessions, tenant: str, session: str, *, final: bool = True) -> None:
+        generation = SimpleNamespace(tenant=tenant, session=session, final=final)
+        closer.ended(cast(AnswerMeter, SimpleNamespace(generations=[generation])), None)
+
+    async def run() -> None:
+        closer = FinalSessions(close)
+        ended(closer, "acme", "first")
+        await asyncio.sleep(0)
+        for number in range(2 * MOST_FINAL):
+            ended(closer, "acme", str(number))
+        for session, final in (("one", False), ("", True)):
+            ended(closer, "globex", session, final=final)
+        ended(closer, "globex", "last")
+        await asyncio.wait_for(done.wait(), 60)
+        await asyncio.wait_for(asyncio.gather(*closer._tasks.values()), 60)
+
+    asyncio.run(run())
+    assert calls[0] == ("acme", ["first"]) and ("globex", ["last"]) in calls
+    assert [len(names) for tenant, names in calls if tenant == "acme"] == [1, MOST_FINAL]
