@@ -52,8 +52,8 @@ class Said:
     retry_after_s: float | None = None
 
 
-Ask = Callable[[str, str, bytes, str], Awaitable[Said]]
-"""(tenant, path, body, request id) -> the answer."""
+Ask = Callable[[str, str, bytes, str, bool], Awaitable[Said]]
+"""(tenant, path, body, request id, whether it waits for all others) -> the answer."""
 
 
 class Lost(Exception):
@@ -80,7 +80,16 @@ class _Run:
     model: str | None = None
     counts: Counter[str] = field(default_factory=Counter)
     """New results that the row does not count yet."""
+    left: int = 0
+    """Lines without a result."""
+    urgent: int | None = None
+    """The number of a line that does not wait for others, while it is in progress."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def is_late(self, now_s: float) -> bool:
+        """Return whether half of its time is over, and more of its lines than of its time is left."""
+        most_s, left_s = self.batch.expires_at - self.batch.created_at, self.batch.expires_at - now_s
+        return left_s < most_s / 2 and self.left * most_s > len(self.lines) * left_s
 
 
 @dataclass(eq=False)
@@ -314,12 +323,14 @@ class BatchWorker:
         """Ask for each line that has no result, until the batch expires or is cancelled."""
         done = await self.batches.done(run.tenant, run.batch)
         left = [number for number in range(len(run.lines)) if number not in done]
+        run.left = len(left)
         groups = grouped([run.lines[number].beginnings for number in left])
 
         async def quiet(at: int) -> None:
             model = run.lines[left[at]].model
-            while True:
-                if self.quiet(run.tenant, model):
+            while not self.quiet(run.tenant, model):
+                if run.urgent is None and run.is_late(self.batches.objects.now_s()):
+                    run.urgent = left[at]  # or others' requests could hold all of it up until it expires
                     return
                 await asyncio.sleep(QUIET_S)
 
@@ -352,13 +363,18 @@ class BatchWorker:
         faults = 0
         try:
             while True:
-                said = await self.ask(run.tenant, request.url, body, request_id)
+                # What failed twice may have waited for others all the time.
+                waits = number != run.urgent and faults < MAX_FAULTS - 1
+                said = await self.ask(run.tenant, request.url, body, request_id, waits)
                 faults += said.status >= 500 and said.retry_after_s is None
                 if said.retry_after_s is None and (said.status < 500 or faults == MAX_FAULTS):
                     break
                 await asyncio.sleep(min(said.retry_after_s or faults, LONGEST_PAUSE_S))
         finally:
             self.asking -= 1
+            if number == run.urgent:
+                run.urgent = None
+        run.left -= 1
         result = LineResult(request.custom_id, said.status, request_id, msgspec.Raw(said.body or b"null"), said.warning)
         if await _patient(lambda: self.batches.keep(run.tenant, batch, number, result)):
             run.counts["completed" if result.ok else "failed"] += 1

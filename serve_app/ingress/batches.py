@@ -62,8 +62,8 @@ class BatchDesk:
         asking = self.worker.asking
         return all(gate.door.is_quiet(tenant, asking) and gate.waiting() <= asking for gate in gates)
 
-    async def _ask(self, tenant: str, path: str, body: bytes, request_id: str) -> Said:
-        """Answer a request as the application would. Every rule holds, and it waits for all other work."""
+    async def _ask(self, tenant: str, path: str, body: bytes, request_id: str, waits: bool) -> Said:
+        """Answer a request as the application would. Every rule holds; if it ``waits``, it does for all other work."""
         known = self.tenants().get(tenant)
         if known is None or self.application is None:
             return Said(503, b"", retry_after_s=5.0)
@@ -85,14 +85,14 @@ class BatchDesk:
             else:
                 answer.extend(message.get("body", b""))
 
-        await self.application(_scope(known, path, len(body), request_id), receive, send)
+        await self.application(_scope(known, path, len(body), request_id, waits), receive, send)
         wait_s = headers.get("retry-after") if status in BUSY else None
         return Said(status, bytes(answer), headers.get(WARNING, ""), None if wait_s is None else float(wait_s))
 
 
-def _scope(tenant: Tenant, path: str, size: int, request_id: str) -> Scope:
+def _scope(tenant: Tenant, path: str, size: int, request_id: str, waits: bool) -> Scope:
     headers = {"content-type": "application/json", "content-length": str(size), "x-request-id": request_id}
-    state: dict[str, Any] = {"tenant": tenant, "waits_for_all": True}
+    state: dict[str, Any] = {"tenant": tenant, "waits_for_all": waits}
     return {
         "type": "http",
         "asgi": {"version": "3.0"},

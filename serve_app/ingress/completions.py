@@ -108,7 +108,7 @@ class Completions:
     ) -> Response:
         wanted = self.readers.checked(wanted)
         wanted = with_session(wanted, request.headers)
-        if getattr(request.state, "waits_for_all", False):  # a line of a batch
+        if getattr(request.state, "waits_for_all", False):  # most lines of a batch
             wanted = replace(wanted, service_tier="flex")
         # The internal id is random: two clients may send the same x-request-id.
         answer_id = request_id = secrets.token_hex(16)

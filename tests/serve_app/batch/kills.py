@@ -38,7 +38,7 @@ async def run(batches: Batches) -> None:
     """Run batches until killed; the answer to a line tells which try it was."""
     rng = random.Random()
 
-    async def ask(tenant: str, path: str, body: bytes, request_id: str) -> Said:
+    async def ask(tenant: str, path: str, body: bytes, request_id: str, waits: bool) -> Said:
         await asyncio.sleep(rng.random() * 0.02)
         text = json.loads(body)["prompt"]
         bad = text.endswith("7")

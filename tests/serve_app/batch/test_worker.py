@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_a_runner_that_stops_hands_over_and_a_busy_server_is_asked_again(tmp_pat
     """Each line is refused once with a time to wait, and one fails; a batch waits for a tenant that is unknown now."""
     file, asked, known, some = tmp_path / "f", Counter[str](), {TENANTS[0]}, asyncio.Event()
 
-    async def ask(tenant: str, path: str, body: bytes, request_id: str) -> Said:
+    async def ask(tenant: str, path: str, body: bytes, request_id: str, waits: bool) -> Said:
         prompt = json.loads(body)["prompt"]
         asked[prompt] += 1
         if len(asked) > LINES // 4:
@@ -244,7 +245,7 @@ def test_a_store_that_is_busy_for_a_while_ends_no_run(tmp_path: Path, monkeypatc
                 raise Overloaded("locked")
             return await keep(*arguments)
 
-        async def ask(tenant: str, path: str, body: bytes, request_id: str) -> Said:
+        async def ask(tenant: str, path: str, body: bytes, request_id: str, waits: bool) -> Said:
             asked[body] += 1
             prompt = json.loads(body)["prompt"]
             return Said(400 if prompt.endswith("7") else 200, json.dumps({"prompt": prompt}).encode())
@@ -261,5 +262,70 @@ def test_a_store_that_is_busy_for_a_while_ends_no_run(tmp_path: Path, monkeypatc
         await until(done)
         await one.stop()
         assert set(asked.values()) == {1} and len(asked) == LINES
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("part", [0.4, 0.6])
+def test_a_batch_that_is_late_waits_for_nobody_with_one_line(part: float, tmp_path: Path) -> None:
+    """From half of its time on, with more lines than time left; before, it starts nothing beside others. docs: batch"""
+
+    async def run() -> None:
+        (batch_id,) = await submitted(tmp_path / "f", None, TENANTS[:1])
+        batches, looks, running, most = opened(tmp_path / "f", None), 0, 0, 0
+        waited: list[bool] = []
+
+        def age(batch: StoredBatch) -> bool:
+            now_s, most_s = time.time(), 36_000.0
+            batch.created_at, batch.expires_at = now_s - part * most_s, now_s + (1 - part) * most_s
+            return True
+
+        def quiet(*_: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return False
+
+        async def ask(tenant: str, path: str, body: bytes, request_id: str, waits: bool) -> Said:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            waited.append(waits)
+            await asyncio.sleep(0.001)
+            running -= 1
+            return Said(200, b"{}")
+
+        await batches.change(TENANTS[0], batch_id, age)
+        one = BatchWorker(opened(tmp_path / "f", None), "one", ask, bool, quiet, lambda: 8, lambda: 2)
+        one.start()
+        await until(lambda: asyncio.sleep(0, looks >= 10))
+        if part > 0.5:
+            # On time again: most of its lines have a result.
+            await until(lambda: asyncio.sleep(0, len(waited) >= LINES * part))
+            looks = 0
+            await until(lambda: asyncio.sleep(0, looks >= 20))
+            assert (most, {*waited}) == (1, {False}) and len(waited) <= LINES * part + 2
+        else:
+            assert not waited
+        await one.stop()
+
+    asyncio.run(run())
+
+
+def test_the_last_try_of_a_line_waits_for_nobody(tmp_path: Path) -> None:
+    """It may have failed because others let it wait for too long."""
+
+    async def run() -> None:
+        await submitted(tmp_path / "f", None, TENANTS[:1])
+        tries: dict[bytes, list[bool]] = {}
+
+        async def ask(tenant: str, path: str, body: bytes, request_id: str, waits: bool) -> Said:
+            tries.setdefault(body, []).append(waits)
+            return Said(500 if b" 100" in body and waits else 200, b"{}")
+
+        one = BatchWorker(opened(tmp_path / "f", None), "one", ask, bool, lambda *_: True, lambda: 8, lambda: 2)
+        one.start()
+        await until(lambda: ended(tmp_path / "f", None))
+        await one.stop()
+        assert Counter(map(tuple, tries.values())) == {(True,): LINES - 1, (True, True, False): 1}
 
     asyncio.run(run())
