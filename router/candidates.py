@@ -32,6 +32,11 @@ SHARED_PREFILL = 0.5
 would wait as long for its own prefill, and a second replica would do the same work."""
 
 
+COMPUTED_AGAIN = 2.0
+"""The cost of a token that another replica holds and this one would compute anew, in tokens: it takes space and time
+from other prompts. It is 1 while a request in progress has the same prefix: one in demand is worth a further holder."""
+
+
 def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
     """Return by row the scores of ``estimated_ttft`` in seconds and the work in tokens, ineligible rows included."""
     loads = view.loads
@@ -58,7 +63,7 @@ def work_tokens(view: RoutingView) -> Floats:
     """Return by row the work of a request in prefill tokens, at least 1. Missing KV is pulled where that is faster.
 
     ``pending`` counts as held. A pulled token costs ``PULL_PRICE`` x the prefill tokens computed meanwhile, and one
-    from a tier those of its load.
+    from a tier those of its load. Without pulls a token held elsewhere costs ``COMPUTED_AGAIN``.
     """
     match, pending, loads, loaded = view.match, view.pending, view.loads, view.loaded
     min_pull_tokens = view.settings.min_pull_tokens
@@ -68,13 +73,15 @@ def work_tokens(view: RoutingView) -> Floats:
     if least < 1.0:
         least = 1.0
     work = np.empty(len(loads.replica_ids))
-    shares = None
+    shares, price = None, 1.0
     if loads.num_pulling and view.request.store_kv and prompt - least >= min_pull_tokens:
         shares = loads.pull_shares
         work.fill(least)
         work += shares * np.array(prompt - least)
     else:
-        work.fill(prompt)
+        if match and not (pending and max(pending.values()) >= prompt - least):
+            price = COMPUTED_AGAIN
+        work.fill(least + price * (prompt - least))
     replicas = loads.replicas
     for replica_id, held in (longest(match, pending) if pending else match).items():
         replica = replicas.get(replica_id)
@@ -84,6 +91,8 @@ def work_tokens(view: RoutingView) -> Floats:
                 left = 1.0
             if shares is not None and left - least >= min_pull_tokens:
                 left = (left - least) * shares.item(replica.row) + least
+            elif price > 1.0:
+                left = (left - least) * price + least
             if loaded:
                 left += loaded.get(replica_id, 0) * replica.tier_pace
             work[replica.row] = left

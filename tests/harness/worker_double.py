@@ -171,15 +171,17 @@ class Double:
         """Yield the tokens of each step, the finish reason and the prompt's cached tokens."""
         tokens = list(prompt)
         root = bytes.fromhex(salt) if salt and not self.options.unsalted else b""
-        while (request := self.pool.begin(root, lora, tokens, len(prompt))) is None:  # noqa: ASYNC110
+        before = len(self.pool.events)
+        while (request := self.pool.begin(root, lora, tokens, len(prompt))) is None:
             await asyncio.sleep(0.005)
+            before = len(self.pool.events)
         # Only hits were there before; ``begin`` has announced the others as stored.
-        new = sum(len(event.block_hashes) for event in self.pool.events if isinstance(event, BlockStored))
+        new = sum(len(event.block_hashes) for event in self.pool.events[before:] if isinstance(event, BlockStored))
         cached = (len(prompt) // self.pool.size - new) * self.pool.size
         self.running += 1
-        self.publish()
         try:
             await asyncio.sleep(self.options.token_s + (len(prompt) - cached) * self.options.prefill_s)
+            self.publish()  # as vLLM, once the prompt is computed
             for at in range(most):
                 tokens.append(following(tokens, self.options.vocab))
                 if not self.pool.proceed(request, len(tokens)):

@@ -50,7 +50,7 @@ def test_a_load_weighs_as_much_as_the_work_of_its_time(queued: int, expected: st
 def test_kv_that_saves_more_than_the_load_wins() -> None:
     """The replica that holds the prefix of 320 tokens has evicted the adapter."""
     chain = Random(0).randbytes(16 * 20)
-    for load_s, expected in ((0.2, "a"), (0.5, "b")):
+    for load_s, expected in ((0.5, "a"), (0.8, "b")):
         core = core_of({"a": report((), load_s), "b": report((STYLE,), load_s)}, {"a": chain})
         assert chosen(core, adapted(1, chain=chain, tokens=325)) == expected
 

@@ -90,7 +90,7 @@ def test_facts_of_each_replica() -> None:
         ({"a": 20, "b": 3}, {}, "holds 320 of 325 prompt tokens, the most"),
         ({"a": 20, "b": 20}, {}, "as 2 replicas do"),
         ({"a": 0, "b": 0}, {}, "no replica holds any"),
-        ({"a": 0, "b": 9}, {"b": load(90_000, 8, 1)}, "b, which holds 144 tokens where it holds 0"),
+        ({"a": 0, "b": 9}, {"b": load(90_000, 8, 3)}, "b, which holds 144 tokens where it holds 0"),
         ({"a": 0, "b": 9, "c": 0}, {"b": load(0, 8, 16)}, "b, which holds 144 tokens, is full"),
         ({"a": 5}, {}, "the only replica"),
         ({}, {}, "there are no replicas"),

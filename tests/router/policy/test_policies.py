@@ -242,8 +242,8 @@ class Cluster:
     [
         pytest.param(280, 10_000.0, None, id="a copy costs more than the wait"),
         pytest.param(300, 10_000.0, 2048, id="a copy costs less"),
-        pytest.param(1900, 0.0, None, id="without copies the prefix would be computed"),
-        pytest.param(2200, 0.0, 0, id="which costs less than a longer wait"),
+        pytest.param(3900, 0.0, None, id="without copies the prefix would be computed again"),
+        pytest.param(4200, 0.0, 0, id="which costs less than a wait twice as long"),
     ],
 )
 def test_a_prefix_gets_one_more_holder_when_waiting_costs_more(
@@ -258,6 +258,17 @@ def test_a_prefix_gets_one_more_holder_when_waiting_costs_more(
     assert (decision.replica_id != first, decision.pull_tokens) == (pulled is not None, pulled or 0)
     assert decision.pull_from == (first if pulled else "")
     assert decision.reason == ("cached" if pulled is None else "load_spill")
+
+
+def test_a_prefix_in_demand_is_computed_again_as_soon_as_waiting_takes_longer() -> None:
+    """Without copies. One that nobody else asks for now waits for its holder. (docs: routing)"""
+    for wanted, holder_keeps_it in ((False, True), (True, False)):
+        cluster = Cluster(pull_rate=0.0)
+        first = cluster.send().replica_id
+        if wanted:
+            assert decided(cluster.core, ask(1, PREFIX, 2049)).replica_id == first
+        cluster.report(first, 2200)
+        assert (cluster.send().replica_id == first) == holder_keeps_it
 
 
 def test_when_load_falls_one_holder_keeps_all_the_work() -> None:
