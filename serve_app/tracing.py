@@ -151,15 +151,16 @@ class CallTrace:
         self._began_ns = time.time_ns()
         headers, attributes = {"traceparent": traceparent}, {"warmpath.call_id": call_id}
         self._span = tracer.begin("call", headers, SpanKind.CLIENT, self._began_ns, attributes)
-        self._delivered: Attributes = {}
+        self._first: FirstToken | None = None
         self._outcome = ""
         self.traceparent = traceparent_of(self._span)
 
     def saw(self, first: FirstToken | None, outcome: str | None) -> None:
         """Record ``first``, which arrives with the first tokens, or ``outcome``, which arrives with the last."""
         if first is not None:
-            self._delivered = {"warmpath.delivered_cached_tokens": first.cached_tokens}
-            self._span.add_event("first_token")
+            if not first.correction:
+                self._span.add_event("first_token")
+            self._first = first.after(self._first)
         self._outcome = outcome or self._outcome
 
     def end(self, decision: Decision | None) -> None:
@@ -174,13 +175,16 @@ class CallTrace:
             pull: Attributes = {
                 "warmpath.pull_from": decision.pull_from, "warmpath.pull_tokens": decision.pull_tokens,
             }  # fmt: skip
+            delivered: Attributes = {}
+            if self._first is not None:
+                delivered = {"warmpath.delivered_cached_tokens": self._first.cached_tokens}
             attributes: Attributes = {
                 "warmpath.replica": decision.replica_id,
                 "warmpath.reason": decision.reason,
                 "warmpath.best_cached_tokens": decision.best_cached_tokens,
                 "warmpath.selected_cached_tokens": decision.selected_cached_tokens,
                 "warmpath.estimated_ttft_s": decision.estimated_ttft_s,
-                **self._delivered,
+                **delivered,
                 **(pull if decision.pull_from else {}),
             }
             self._tracer.record("decision", self._span, self._began_ns, decided_ns, attributes)
@@ -216,8 +220,9 @@ class ReplicaTrace:
         """Record an output."""
         self._last_ns = time.time_ns()
         self._output_tokens += len(output.token_ids)
-        if output.first is not None and not output.first.correction:
-            self._first = self._last_ns, output.first
+        if output.first is not None:
+            at_ns, earlier = self._first or (self._last_ns, None)
+            self._first = at_ns, output.first.after(earlier)
         self._finish_reason = output.finish_reason or self._finish_reason
 
     def end(self) -> None:

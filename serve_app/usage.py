@@ -119,18 +119,25 @@ class Ledger:
         stored: bool,
         answered: bool = True,
         block_size: int | None = None,
+        instead_of: int | None = None,
     ) -> int:
         """Count a prompt at its first token; return its tokens written to the cache, 0 unless ``stored``.
 
-        ``block_size``: of the model's cache, if it is another one than the ledger's.
+        ``block_size``: of the model's cache, if it is another one than the ledger's. ``instead_of``: the cached tokens
+        that it was counted with before, wrongly: what is counted and returned is then the difference.
         ``answered`` False: the computed part of a prompt whose request was left before its first token.
         """
         size = self._block_size if block_size is None else block_size
         whole = prompt_tokens // size * size if size and stored else 0
-        written_tokens = max(0, whole - cached_tokens)
-        counts = Counts(0, int(answered and cached_tokens > 0), prompt_tokens, cached_tokens, written_tokens)
+
+        def counted(cached: int) -> Counts:
+            return Counts(0, int(answered and cached > 0), prompt_tokens, cached, max(0, whole - cached))
+
+        counts = counted(cached_tokens)
+        if instead_of is not None:
+            counts = Counts(*map(operator.sub, counts, counted(instead_of)))
         self._add(UsageKey(self._day(), tenant, model, prompt), counts)
-        return written_tokens
+        return counts.written_tokens
 
     def answer(self, tenant: str, model: str, prompt: str, output_tokens: int) -> None:
         """Count the end of a request with at least one token."""

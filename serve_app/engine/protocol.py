@@ -175,14 +175,15 @@ class FirstToken:
     """Facts known once a request has tokens. ``cached_tokens``: tokens of its prompt with reused KV.
 
     ``queue_s``: from arrival to first scheduling. ``save``: the result of the requested save.
-    ``correction``: in the last output of an engine that learns the truth only then; ``cached_tokens`` is then what to
-    add to those told before.
+    ``expected``: the cached tokens are what events promised, and the truth is known at the end. ``correction``: in the
+    last output after such a promise; ``cached_tokens`` is then what to add to those told before.
     """
 
     cached_tokens: int
     queue_s: float = 0.0
     save: SaveResult | None = None
     correction: bool = False
+    expected: bool = False
 
     def after(self, earlier: FirstToken | None) -> FirstToken:
         """Return these facts as one with those told before."""

@@ -65,7 +65,7 @@ class RequestUsage:
         self.save = self.save or first.save
         if piece.index % self._choices == 0:
             self._cached_tokens += first.cached_tokens
-            if self._keep and (first.save is None or first.save.outcome != "off"):
+            if self._keep and not first.correction and (first.save is None or first.save.outcome != "off"):
                 self._kept = kept_tokens(self._keep, first.cached_tokens)
 
     async def know_miss(self) -> None:

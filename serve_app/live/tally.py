@@ -37,6 +37,7 @@ def _outcome(labels: Mapping[str, str]) -> str:
     return "requests" if status == "200" else "refused" if status == "429" else "failed" if status >= "500" else ""
 
 
+CACHED_TOKENS = "warmpath_tenant_cached_prompt_tokens_total"
 _BY = "refused by "
 
 FIGURES: dict[str, str | Callable[[Mapping[str, str]], str]] = {
@@ -44,7 +45,7 @@ FIGURES: dict[str, str | Callable[[Mapping[str, str]], str]] = {
     "warmpath_broken_streams_total": _outcome,
     "warmpath_tenant_completion_tokens_total": "tokens",
     "warmpath_tenant_prompt_tokens_total": "prompt_tokens",
-    "warmpath_tenant_cached_prompt_tokens_total": "cached_tokens",
+    CACHED_TOKENS: "cached_tokens",
     "warmpath_refusals_total": lambda labels: f"{_BY}{labels['place']}: {labels['limit']}",
 }
 """The name in a FIGURE (docs: api) of each counter that the page shows, or a function of its labels, "" for none."""
@@ -97,6 +98,7 @@ class Tally:
         self._rings: OrderedDict[str | None, dict[int, Bucket]] = OrderedDict()
         self._looked = self._number()
         self._seen: dict[tuple[str, Labels], float] = {}
+        self._too_much: dict[tuple[str, Labels], float] = {}
         self._seen_ttft: dict[str, list[int]] = {}
 
     def add(self, name: str, number: float = 1.0, **labels: str) -> None:
@@ -104,10 +106,22 @@ class Tally:
         self._look_at_end()
         self.values[name, tuple(sorted(labels.items()))] += number
 
+    def add_tokens(self, name: str, tokens: int, tenant: str) -> None:
+        """Add to a tenant's counter, which never falls: what was too much (``tokens`` < 0) is left out of what follows.
+
+        To whoever reads counters, a lower one has begun anew.
+        """
+        key = name, (("tenant", tenant),)
+        more = tokens - self._too_much.pop(key, 0.0)
+        if more < 0:
+            self._too_much[key] = -more
+        else:
+            self.add(name, more, tenant=tenant)
+
     def first_token(self, tenant: str, ttft_s: float, prompt_tokens: int, cached_tokens: int) -> None:
         """Count a generation at its first token."""
         self.add("warmpath_tenant_prompt_tokens_total", prompt_tokens, tenant=tenant)
-        self.add("warmpath_tenant_cached_prompt_tokens_total", cached_tokens, tenant=tenant)
+        self.add_tokens(CACHED_TOKENS, cached_tokens, tenant)
         self.ttft_s[tenant].observe(ttft_s)
 
     def totals(self) -> dict[str, Total]:
@@ -116,7 +130,7 @@ class Tally:
             tenant: (
                 times.count,
                 int(self.values["warmpath_tenant_prompt_tokens_total", (("tenant", tenant),)]),
-                int(self.values["warmpath_tenant_cached_prompt_tokens_total", (("tenant", tenant),)]),
+                int(self.values[CACHED_TOKENS, (("tenant", tenant),)]),
             )
             for tenant, times in self.ttft_s.items()
             if times.count
@@ -129,6 +143,7 @@ class Tally:
         for key in [key for key in self.values if dict(key[1]).get("tenant") not in known]:
             del self.values[key]
             self._seen.pop(key, None)
+            self._too_much.pop(key, None)
         for tenant in self.ttft_s.keys() - set(tenants):
             del self.ttft_s[tenant]
             self._seen_ttft.pop(tenant, None)

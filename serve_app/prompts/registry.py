@@ -130,11 +130,16 @@ class PromptTraffic:
         self._figures: dict[str, VersionCounts] = {}
         self._uses: dict[str, OrderedDict[Use, Use]] = {}
 
-    def add(self, ref: str, prompt_tokens: int, cached_tokens: int) -> None:
-        """Count one answered request."""
-        warm = cached_tokens >= max(1, self._least_tokens(ref))
-        counted = VersionCounts(1, prompt_tokens, cached_tokens, int(warm))
-        self._figures[ref] = self._figures.get(ref, VersionCounts()).plus(counted)
+    def add(self, ref: str, prompt_tokens: int, cached_tokens: int, *, instead_of: int | None = None) -> None:
+        """Count one answered request. ``instead_of``: the cached tokens that it was counted with before, wrongly."""
+
+        def counted(cached: int) -> VersionCounts:
+            return VersionCounts(1, prompt_tokens, cached, int(cached >= max(1, self._least_tokens(ref))))
+
+        more = counted(cached_tokens)
+        if instead_of is not None:
+            more = VersionCounts(*map(operator.sub, more, counted(instead_of)))
+        self._figures[ref] = self._figures.get(ref, VersionCounts()).plus(more)
 
     def add_use(self, ref: str, use: Use, *, public: bool) -> None:
         """Record a use of a prompt. A public prompt's KV is the same for all tenants and salts."""

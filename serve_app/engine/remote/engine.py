@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -107,6 +107,13 @@ def refusal(url: str, status: int, body: bytes) -> Exception:
     return ValueError(why)
 
 
+@dataclass(slots=True, eq=False)
+class RemoteRequest(LiveRequest):
+    """``unsure_s``: the time of a prefill whose tokens are not known before the end, 0 for others."""
+
+    unsure_s: float = 0.0
+
+
 class _Names:
     """Adapters by name: the server has their weights, or loads them at their first request."""
 
@@ -133,7 +140,7 @@ class RemoteEngine(ExternalEngine):
         self._claim: ClaimWorker = first_of
         self._lock = threading.Lock()
         self._meters = EngineMeters()
-        self._load = LoadMirror(settings, self._meters)
+        self._load = LoadMirror(settings, self._meters, turns=False)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="remote-engine", daemon=True)
         self._outbox = Outbox(lambda: self._loop.call_soon(self._outbox.deliver))
@@ -149,7 +156,7 @@ class RemoteEngine(ExternalEngine):
         self._priority = False
         self._seen_connections = 0
         self._others = (0, 0)
-        self._last_first_s = 0.0
+        self._last_first_s = self._heard_s = 0.0
         self._names = _Names()
 
     @property
@@ -210,7 +217,7 @@ class RemoteEngine(ExternalEngine):
                 raise ValueError(f"request id {request.request_id!r} is in use")
             self._load.check(request.tenant)
             asked = structs.replace(request, token_ids=ids, block_hashes=chain)
-            live = LiveRequest(asked, sink, {}, time.monotonic(), len(ids) - known)
+            live = RemoteRequest(asked, sink, {}, time.monotonic(), len(ids) - known)
             self._load.arrived(live)
         self._loop.call_soon_threadsafe(self._begin, live, known)
 
@@ -325,10 +332,13 @@ class RemoteEngine(ExternalEngine):
                 self._leave(str(error))
                 return 0
             self._facts = facts
+        asked_s = time.monotonic()
         try:
             async with self._http.get(f"{worker.url}/health", timeout=HEALTH_TIMEOUT) as answer:
                 lives = answer.status < 500
         except TimeoutError:
+            if self._heard_s >= asked_s:  # it is late, but sends tokens
+                return 0
             if (missed := missed + 1) < MISSED:
                 return missed
             lives = False
@@ -347,7 +357,7 @@ class RemoteEngine(ExternalEngine):
         """Check a worker, follow its events, and send it requests that show what it keeps. Raises Unfit."""
         facts = await facts_of(self._http, worker.url)
         await check_model(self._http, worker.url, facts, self.settings)
-        self._far = far = self._far_engine(facts.num_blocks)
+        self._far = far = self._far_engine(facts.num_blocks, self._far)
         size = self.settings.block_size
         if facts.kind == "tensorrt_llm":
             far.blind = "TensorRT-LLM publishes no KV events in this form"
@@ -420,14 +430,17 @@ class RemoteEngine(ExternalEngine):
                 while not met():  # noqa: ASYNC110  # another thread decides
                     await asyncio.sleep(0.01)
 
-    def _far_engine(self, num_blocks: int) -> FarEngine:
-        return FarEngine(self.settings.block_size, num_blocks, self._sink)
+    def _far_engine(self, num_blocks: int, before: FarEngine | None = None) -> FarEngine:
+        far = FarEngine(self.settings.block_size, num_blocks, self._sink)
+        if before is not None:  # counters never fall
+            far.right, far.wrong = before.right, before.wrong
+        return far
 
     def _leave(self, why: str) -> None:
         """Take no requests until a worker is fit, and let other replicas continue those here."""
         if self._out != why:
             logger.warning("this replica takes no requests: %s", why)
-        far, self._far = self._far, self._far_engine(0)
+        far, self._far = self._far, self._far_engine(0, self._far)
         if far.follower is not None:
             far.forget()
             self._loop.run_in_executor(None, far.stop)
@@ -455,12 +468,12 @@ class RemoteEngine(ExternalEngine):
 
     # Requests.
 
-    def _begin(self, live: LiveRequest, known: int) -> None:
+    def _begin(self, live: RemoteRequest, known: int) -> None:
         if not live.ended:
             live.task = self._loop.create_task(self._generate(live, known))
             live.task.add_done_callback(lambda task: self._settle(live, task))
 
-    async def _generate(self, live: LiveRequest, known: int) -> None:
+    async def _generate(self, live: RemoteRequest, known: int) -> None:
         worker, facts, far, request = self._worker, self._facts, self._far, live.request
         if worker is None or facts is None:
             raise WorkerGone(self._out)
@@ -473,7 +486,7 @@ class RemoteEngine(ExternalEngine):
             request = structs.replace(
                 request, token_ids=request.token_ids[:kept], block_hashes=b"", resumed_tokens=0, sampling=sampling
             )
-        told, said = None, 0 if far.doubt(time.monotonic()) else known
+        told, believed = None, not far.doubt(time.monotonic())
         left_s = live.arrival_s + request.timeout_s - time.monotonic()
         finish, had = "", 0
         async with asyncio.timeout(None if left_s == float("inf") else left_s):
@@ -481,7 +494,7 @@ class RemoteEngine(ExternalEngine):
                 await self._ensure_adapter(worker, facts, live.request)
             async for part in self._parts(worker, facts, request):
                 if part.cached_tokens is not None:
-                    told = part.cached_tokens
+                    told = min(part.cached_tokens, len(request.token_ids))
                 finish = part.finish or finish
                 ids, logprobs = part.token_ids, part.logprobs
                 if had < again and ids:
@@ -491,7 +504,8 @@ class RemoteEngine(ExternalEngine):
                         raise ValueError("a worker was lost in the middle of a constrained answer; send it again")
                     had, ids, logprobs = had + same, ids[same:], logprobs[same:]
                 if ids or part.prompt_logprobs:
-                    self._take(live, ids, logprobs, part, said if told is None else told)
+                    cached = (known if believed else 0) if told is None else told
+                    self._take(live, ids, logprobs, part, FirstToken(cached, expected=told is None), believed)
         if not finish:
             raise WorkerGone(f"{worker.url} broke off an answer")
         reason = _FINISH.get(finish)
@@ -531,6 +545,7 @@ class RemoteEngine(ExternalEngine):
                     if part.error:
                         raise refusal(worker.url, part.status, part.error.encode())
                     had += len(part.token_ids)
+                    self._heard_s = time.monotonic()
                     yield part
         except (aiohttp.ClientError, OSError) as error:
             self._looks.set()
@@ -561,7 +576,13 @@ class RemoteEngine(ExternalEngine):
             self._facts = replace(facts, models=facts.models | {name})
 
     def _take(
-        self, live: LiveRequest, ids: tuple[int, ...], logprobs: tuple[Any, ...], part: Part, cached: int
+        self,
+        live: RemoteRequest,
+        ids: tuple[int, ...],
+        logprobs: tuple[Any, ...],
+        part: Part,
+        first: FirstToken,
+        believed: bool,
     ) -> None:
         """Pass tokens on, but for a stop token that stays hidden."""
         request, sampling = live.request, live.request.sampling
@@ -573,35 +594,38 @@ class RemoteEngine(ExternalEngine):
         output = EngineOutput(request.request_id, ids, logprobs[: len(ids)])
         self._meters.generation_tokens += len(ids)
         if not live.begun:
-            output.first = self._first(live, cached)
+            output.first = self._first(live, first, believed)
         self._outbox.add(live.sink, output)
 
-    def _first(self, live: LiveRequest, cached: int) -> FirstToken:
-        request, now_s = live.request, time.monotonic()
-        computed = len(request.token_ids) - cached
+    def _first(self, live: RemoteRequest, first: FirstToken, believed: bool) -> FirstToken:
+        now_s = time.monotonic()
         begun_s = max(live.arrival_s, self._last_first_s)  # prompts are computed one after the other, more or less
         self._last_first_s = now_s
         self._meters.prefill_time.observe(now_s - live.arrival_s)
-        self._meters.admitted(request.tenant, len(request.token_ids), cached, caching=True)
-        self._meters.computed_prompt_tokens += computed
         with self._lock:
-            self._load.begun(live, cached)
+            self._load.begun(live, first.cached_tokens)
             self._load.stepped(sum(each.begun for each in self._load.live.values()), 0.0, 0, 0.0)
-        self._meters.stepped(computed, now_s - begun_s)
-        return FirstToken(cached, save=SaveResult("off") if request.saves else None)
+        if first.expected and not believed:
+            live.unsure_s = now_s - begun_s
+        else:
+            self._meters.stepped(live.taken_tokens, now_s - begun_s)
+        return replace(first, save=SaveResult("off")) if live.request.saves else first
 
-    def _finish(self, live: LiveRequest, reason: FinishReason, told: int | None) -> None:
+    def _finish(self, live: RemoteRequest, reason: FinishReason, told: int | None) -> None:
         """End a complete answer; its usage is now known for certain."""
         if live.ended:
             return
         request = live.request
         last = EngineOutput(request.request_id)
         if not live.begun:
-            last.first = self._first(live, told or 0)
-        else:
-            said = len(request.token_ids) - live.taken_tokens
-            if told is not None and told != said:
-                last.first = FirstToken(told - said, correction=True)
+            last.first = self._first(live, FirstToken(told or 0), believed=True)
+        elif told is not None:
+            computed = len(request.token_ids) - told
+            if computed != live.taken_tokens:
+                last.first = FirstToken(live.taken_tokens - computed, correction=True)
+            live.taken_tokens = computed
+            if live.unsure_s:
+                self._meters.stepped(computed, live.unsure_s)
         if reason == "stop" and not request.sampling.max_tokens:
             reason = "length"
         self._end(live, reason, output=last)
@@ -638,6 +662,10 @@ class RemoteEngine(ExternalEngine):
         """End a request once: release all that it holds, and report its end."""
         if live.ended:
             return
+        if live.taken_tokens:
+            whole = len(live.request.token_ids)
+            self._meters.admitted(live.request.tenant, whole, whole - live.taken_tokens, caching=True)
+            self._meters.computed_prompt_tokens += live.taken_tokens
         with self._lock:
             self._load.ended(live)
         self._meters.finished[reason] += 1

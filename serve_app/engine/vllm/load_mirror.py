@@ -67,10 +67,12 @@ class LoadMirror:
     ``left``: those left before their first token, which the step in progress may still compute.
     """
 
-    def __init__(self, settings: LoadSettings, meters: EngineMeters) -> None:
+    def __init__(self, settings: LoadSettings, meters: EngineMeters, *, turns: bool = True) -> None:
+        """``turns``: whether waiting tenants take turns; False: first come, first served."""
         shares, limit = Shares(settings.tenant_shares), "max_waiting_requests"
         self.line = Budget(shares, lambda: settings.max_waiting_requests, limit, "engine")
         self._settings = settings
+        self._turns = turns
         self._turn_tokens = FairQueue(settings.max_num_batched_tokens).quantum_tokens
         self._meters = meters
         self.live: dict[str, LiveRequest] = {}
@@ -168,7 +170,7 @@ class LoadMirror:
     def report(self, now_s: float) -> LoadReport:
         """Return the load as one message."""
         queued = self.queued_tokens
-        turns = self.line.shares.several
+        turns = self._turns and self.line.shares.several
         overtaken = list(filter(_overtaken, self._prefills.values()))
         return LoadReport(
             queued_prefill_tokens=queued,

@@ -16,6 +16,7 @@ from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece
 from serve_app.generation.request_usage import RequestUsage
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.live.tally import CACHED_TOKENS
 from serve_app.prompts.registry import PromptTraffic, Use
 from serve_app.tracing import RequestTrace
 from serve_app.usage import Ledger
@@ -27,7 +28,9 @@ class Observers:
 
     ``delivered``: a call has its first token (request, decision, facts, seconds since the call). ``first_token``: a
     sequence of an answer has its first token (answer, index, cached tokens). ``sent``: so has its client, and no token
-    waits for the function (the same arguments). ``ended``: an answer (answer, the error that ended it).
+    waits for the function (the same arguments); or the sequence's end is about to be sent, if those were only expected.
+    ``ended``: an answer (answer, the error that ended it).
+    ``corrected``: a prompt had other cached tokens than told (answer, index, told, true).
     ``refused``: a request (tenant, reason). ``missed``: a prompt's cached prefix (tenant, reason, lost tokens).
     """
 
@@ -35,6 +38,7 @@ class Observers:
     first_token: list[Callable[[AnswerMeter, int, int], None]] = field(default_factory=list)
     sent: list[Callable[[AnswerMeter, int, int], None]] = field(default_factory=list)
     ended: list[Callable[[AnswerMeter, WarmpathError | None], None]] = field(default_factory=list)
+    corrected: list[Callable[[AnswerMeter, int, int, int], None]] = field(default_factory=list)
     refused: list[Callable[[str, LimitReason], None]] = field(default_factory=list)
     missed: list[Callable[[str, str, int], None]] = field(default_factory=list)
 
@@ -47,7 +51,7 @@ class Observers:
 @dataclass(eq=False)
 class AnswerMeter:
     """Counts one answer while it is sent. ``body_bytes``: its request's size; ``allowance``: its part of its tenant's
-    limits; ``last_s``: the times of its sequences' last tokens.
+    limits; ``cached_tokens``: those told of each sequence's prompt; ``last_s``: the times of its last tokens.
     """
 
     observers: Observers
@@ -59,9 +63,11 @@ class AnswerMeter:
     allowance: Allowance
     trace: RequestTrace | None = None
     uncached_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)
     last_s: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._expected: set[int] = set()
         self.usage = RequestUsage(self.request, self.generations)
         self.tenant = self.generations[0].tenant
         self._inter_token_s = self.metrics.inter_token_s[self.tenant]
@@ -76,9 +82,12 @@ class AnswerMeter:
         if new_tokens:
             self.allowance.generated(new_tokens)
             self.metrics.values[self._tokens] += new_tokens
+        if piece.first is not None and piece.first.correction:
+            self._correct(index, piece.first.cached_tokens)
         if piece.first is not None and not piece.first.correction:
             cached_tokens, prompt_tokens = piece.first.cached_tokens, self.generations[index].prompt_tokens
             self.uncached_tokens += prompt_tokens - cached_tokens
+            self.cached_tokens[index] = cached_tokens
             self.metrics.first_token(self.tenant, now_s - self.arrived_s, prompt_tokens, cached_tokens)
             for tell in self.observers.first_token:
                 tell(self, index, cached_tokens)
@@ -88,12 +97,28 @@ class AnswerMeter:
             self._inter_token_s.observe((now_s - self.last_s[index]) / new_tokens, new_tokens)
         if new_tokens or index not in self.last_s:  # an end without a token is no arrival of one
             self.last_s[index] = now_s
+        if piece.finish_reason is not None and index in self._expected:
+            self._expected.discard(index)
+            for tell in self.observers.sent:
+                tell(self, index, self.cached_tokens[index])
+
+    def _correct(self, index: int, more_tokens: int) -> None:
+        told = self.cached_tokens.get(index, 0)
+        self.cached_tokens[index] = told + more_tokens
+        self.uncached_tokens -= more_tokens
+        self.metrics.add_tokens(CACHED_TOKENS, more_tokens, self.tenant)
+        for tell in self.observers.corrected:
+            tell(self, index, told, told + more_tokens)
 
     def sent(self, piece: Piece) -> None:
         """Note that a piece was sent."""
-        if piece.first is not None and not piece.first.correction:
-            for tell in self.observers.sent:
-                tell(self, piece.index, piece.first.cached_tokens)
+        if piece.first is None or piece.first.correction:
+            return
+        if piece.first.expected and piece.finish_reason is None:
+            self._expected.add(piece.index)
+            return
+        for tell in self.observers.sent:
+            tell(self, piece.index, piece.first.cached_tokens)
 
     def client_left(self) -> None:
         """Count a client that disconnected before the end."""
@@ -117,14 +142,17 @@ def observe_usage(observers: Observers, ledger: Ledger, metrics: IngressMetrics,
     """Charge prompts, once for all choices, and answers, to their tenants. ``block_size``: see ``Ledger.prompt``."""
 
     def prompt(answer: AnswerMeter, index: int, cached_tokens: int) -> None:
+        charge(answer, index, None, cached_tokens)
+
+    def charge(answer: AnswerMeter, index: int, told_tokens: int | None, cached_tokens: int) -> None:
         request, generation = answer.request, answer.generations[index]
         if index % request.n == 0:
             written_tokens = ledger.prompt(
                 answer.tenant, request.answering_model, generation.prompt_ref, generation.prompt_tokens, cached_tokens,
-                stored=generation.store_kv, block_size=block_size,
+                stored=generation.store_kv, block_size=block_size, instead_of=told_tokens,
             )  # fmt: skip
             answer.usage.written_tokens += written_tokens
-            metrics.add("warmpath_tenant_written_prompt_tokens_total", written_tokens, tenant=answer.tenant)
+            metrics.add_tokens("warmpath_tenant_written_prompt_tokens_total", written_tokens, answer.tenant)
 
     def answered(answer: AnswerMeter, _: WarmpathError | None) -> None:
         if answer.last_s:  # without a token, the cost is unknown, though not zero
@@ -132,6 +160,7 @@ def observe_usage(observers: Observers, ledger: Ledger, metrics: IngressMetrics,
             ledger.answer(answer.tenant, model, ref, answer.usage.total().completion_tokens)
 
     observers.first_token.append(prompt)
+    observers.corrected.append(charge)
     observers.ended.append(answered)
 
 
@@ -146,7 +175,13 @@ def observe_prompts(observers: Observers, traffic: PromptTraffic) -> None:
                 use = use_of(request, answer.tenant)
                 traffic.add_use(generation.prompt_ref, use, public=generation.scope.public_blocks > 0)
 
+    def corrected(answer: AnswerMeter, index: int, told_tokens: int, cached_tokens: int) -> None:
+        generation = answer.generations[index]
+        if generation.prompt_ref and index % answer.request.n == 0:
+            traffic.add(generation.prompt_ref, generation.prompt_tokens, cached_tokens, instead_of=told_tokens)
+
     observers.first_token.append(used)
+    observers.corrected.append(corrected)
 
 
 def observe_misses(observers: Observers, misses: MissDetector) -> None:

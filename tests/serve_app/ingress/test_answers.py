@@ -5,6 +5,7 @@ import json
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
@@ -34,6 +35,7 @@ from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.observe.answer_meter import AnswerMeter, Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants import Tenant
+from serve_app.usage import Counts, Ledger
 from tests.serve_app.generation.outputs import output
 from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, Script, observed, server
 from tests.serve_app.tool_templates.families import WEATHER, call_text
@@ -323,3 +325,29 @@ def test_each_token_after_the_first_is_a_gap_between_tokens() -> None:
     gaps = answer.metrics.inter_token_s[GENERATION.tenant]
     assert gaps.count == 8
     assert 0.0 < gaps.total < 60.0
+
+
+def test_cached_tokens_that_only_the_end_tells_are_charged_counted_and_explained() -> None:
+    """A server elsewhere tells them last: 80 or none were expected, 0 or 64 came. No counter falls meanwhile."""
+    now = datetime(2026, 1, 2, tzinfo=UTC)
+    metrics, ledger = IngressMetrics(), Ledger(None, 16, now=lambda: now)
+    explained: list[int] = []
+    observers = observed(metrics, front_door(), ledger=ledger)
+    observers.sent.append(lambda _, __, cached_tokens: explained.append(cached_tokens))
+    counted = []
+    for expected, true in ((80, 0), (0, 64)):
+        meter = AnswerMeter(observers, metrics, WANTED, [GENERATION], 0.0, 1, TenantLimits().begin("acme"), None)
+        first = Piece(0, "x", 1, first=FirstToken(expected, expected=True))
+        correction = FirstToken(true - expected, correction=True)
+        for piece in (first, Piece(0, "y", 1, finish_reason="stop", first=correction)):
+            meter.add(piece)
+            meter.sent(piece)
+            counted.append(metrics.totals()["acme"][2])
+        meter.end(None)
+        assert meter.usage.total().cached_tokens == true
+        assert meter.usage.total().written_tokens == 96 - true
+        assert meter.uncached_tokens == 100 - true
+    assert explained == [0, 64]
+    assert counted == [80, 80, 80, 80], "16 too much are still to be left out"
+    ((_, counts),) = ledger.read("2026-01-02", "2026-01-02", "acme")
+    assert counts == Counts(2, 1, 200, 64, 96 + 32, 4)

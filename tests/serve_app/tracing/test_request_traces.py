@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
+from opentelemetry.trace import SpanKind
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
+from router.protocol.request import Decision
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken
 from serve_app.errors import GenerationFailed
 from serve_app.replica.token_channel import TokenStream
-from serve_app.tracing import ReplicaTrace, RequestTrace, end_pull, open_tracer, traceparent_of
+from serve_app.tracing import CallTrace, ReplicaTrace, RequestTrace, end_pull, open_tracer, traceparent_of
 from tests.serve_app.generation.fake_replicas import FakeHandle, answer, generation, ids, lost_once, whole
 from tests.serve_app.ingress.scripted import scripted
 from tests.serve_app.tracing.spans import Recorded, Seen, by_name, collecting
@@ -100,6 +102,26 @@ def test_one_request_is_one_trace() -> None:
     assert {"warmpath.best_cached_tokens", "warmpath.selected_cached_tokens"} <= decided.keys()
     assert spans["pull"].attributes["warmpath.outcome"] == "whole"
     assert root.attributes["warmpath.tenant"] == "acme"
+
+
+def test_spans_have_the_cached_tokens_that_the_end_tells() -> None:
+    """Those of the first token were what a server's events promised."""
+    recorded = Recorded()
+    root = recorded.tracer.begin("root", {}, SpanKind.SERVER)
+    call = CallTrace(recorded.tracer, traceparent_of(root), "r")
+    replica = ReplicaTrace(recorded.tracer, call.traceparent, "a", 10)
+    outputs = (
+        EngineOutput("r", (1,), first=FirstToken(8, expected=True)),
+        EngineOutput("r", first=FirstToken(-8, correction=True), finish_reason="length"),
+    )
+    for output in outputs:
+        call.saw(output.first, output.finish_reason)
+        replica.saw(output)
+    call.end(Decision("a", "me", 1, 8, 8, "cached"))
+    replica.end()
+    spans = by_name(recorded.spans())
+    assert spans["decision"].attributes["warmpath.delivered_cached_tokens"] == 0
+    assert spans["prefill"].attributes == {"warmpath.cached_tokens": 0, "warmpath.computed_tokens": 10}
 
 
 def test_a_lost_call_has_a_span_beside_its_successors() -> None:
