@@ -42,7 +42,8 @@ def unknown_fields(names: Iterable[str], known: Iterable[str]) -> tuple[UnknownF
 @lru_cache(1024)
 def _meant(name: str, known: tuple[str, ...]) -> str:
     # Clients repeat an unknown field in every request, and the search takes as long as parsing the rest of the body.
-    return next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), "")
+    # A field may be read in one place and not in another.
+    return "" if name in known else next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), "")
 
 
 def ignored_fields(fields: Sequence[UnknownField]) -> str:
@@ -78,7 +79,8 @@ class ToolUse:
 
     ``must_call``: the answer consists of calls alone. ``allowed``: the names that it may call, empty for all of them.
     ``may_call`` False: the answer is text, but the prompt still holds the tools, so that its KV stays the same.
-    ``strict``: the names of the tools whose schemas must be followed exactly.
+    ``strict``: the names of the tools whose schemas must be followed exactly. ``later``: the names of tools that the
+    prompt shows in its messages, where they become available, and not at its beginning.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -87,6 +89,7 @@ class ToolUse:
     allowed: frozenset[str] = frozenset()
     parallel: bool = True
     strict: frozenset[str] = frozenset()
+    later: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         """Tell whether there are tools."""
@@ -96,6 +99,11 @@ class ToolUse:
     def schemas(self) -> dict[str, Any]:
         """The schemas of the arguments of all tools, by name; None for a tool without."""
         return {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
+
+    @property
+    def shown(self) -> tuple[Tool, ...]:
+        """The tools at the prompt's beginning."""
+        return tuple(tool for tool in self.tools if tool["function"]["name"] not in self.later)
 
 
 NO_TOOLS = ToolUse()
@@ -148,7 +156,8 @@ class RequestFields:
     ``cache_diagnostics``: report the reason of a cache miss. ``unknown``: fields without effect.
     ``service_tier`` and, within a tier, ``priority`` order the tenant's own requests. ``session``: the client's name
     for the request's session, "" for none; ``parent``: for the session that began it; ``final``: it ends with this
-    answer. ``expected_tokens``: of the answer, as the client guesses, 0 for no guess.
+    answer. ``expected_tokens``: of the answer, as the client guesses, 0 for no guess. ``prompt_rules``: the rules for
+    agents' clients by which the prompt differs from what was sent.
     """
 
     prompt_field: ClassVar[str]
@@ -200,6 +209,7 @@ class RequestFields:
     parent: str = ""
     final: bool = False
     expected_tokens: int = 0
+    prompt_rules: tuple[str, ...] = ()
     unknown: tuple[UnknownField, ...] = ()
 
     @property

@@ -125,6 +125,11 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     strict: bool = Field(
         False, description="refuse requests with unknown fields; else x-warmpath-warning names the ignored fields"
     )
+    agent_prompt_rules: bool = Field(
+        True,
+        description="keep prompts of known agents' clients the same where they change what no model needs; "
+        "x-warmpath-prompt-rules names the rules that applied",
+    )
     chat_template: str | None = Field(
         None, description="Jinja template in place of the checkpoint's: its text or the path of a file, as in vLLM"
     )
@@ -280,7 +285,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
 
 SHARED = frozenset(TenantsSection.model_fields) - {"public_prompts", "prompts_dir"} | {
     *("models", "aliases", "ingress_replicas", "allowed_hosts", "enable_docs", "otlp_endpoint", "max_body_bytes"),
-    "shutdown_timeout_s",
+    *("shutdown_timeout_s", "agent_prompt_rules"),
 }
 """The settings that all models have in common, so no entry of `models` has them."""
 

@@ -25,6 +25,7 @@ LIVE = frozenset(
         "default_max_tokens",
         "request_timeout_s",
         "strict",
+        "agent_prompt_rules",
         "workers",
     }
 )

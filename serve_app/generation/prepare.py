@@ -315,7 +315,7 @@ class Preparer:
         if not request.apply_chat_template:
             leading = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
             return RenderedPrompt("".join(contents), "".join(contents[:leading]))
-        tools = request.tool_use.tools if self.tokenizer.template.reads_tools else ()
+        tools = request.tool_use.shown if self.tokenizer.template.reads_tools else ()
         chars += len(str(tools)) if tools else 0
         chars += sum(len(str(message.get(name, ""))) for message in messages for name in ("tool_calls", "reasoning"))
         unread = {*self.tokenizer.template.unread(request.thinking)}

@@ -26,7 +26,7 @@ from serve_app.generation.tool_calls.call_reader import WholeChoice
 from serve_app.ingress.client_headers import Connection, connection_of
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import LAST_EVENT_S, Deadline
-from serve_app.ingress.http import WARNING, json_response, until_disconnect
+from serve_app.ingress.http import PROMPT_RULES, WARNING, json_response, until_disconnect
 from serve_app.ingress.observe.answer_meter import AnswerMeter
 
 logger = logging.getLogger(__name__)
@@ -173,5 +173,9 @@ def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
         unenforced,
         answer.head.note,
     )
-    headers = {"x-warmpath-prompt": prompt, WARNING: "; ".join(filter(None, warnings))}
+    headers = {
+        "x-warmpath-prompt": prompt,
+        PROMPT_RULES: ", ".join(meter.request.prompt_rules),
+        WARNING: "; ".join(filter(None, warnings)),
+    }
     return {name: value for name, value in headers.items() if value}

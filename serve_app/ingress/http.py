@@ -17,6 +17,8 @@ from serve_app.ray_compat import serve_request_id
 BODY_TIMEOUT_S = 30.0
 WARNING = "x-warmpath-warning"
 """The header that names what was ignored."""
+PROMPT_RULES = "x-warmpath-prompt-rules"
+"""The header that names the rules by which a prompt differs from what was sent (`agent_prompt_rules`)."""
 MIN_BODY_BYTES_PER_S = 65_536
 """A body may take ``BODY_TIMEOUT_S``, plus the time that its received bytes need at this rate."""
 

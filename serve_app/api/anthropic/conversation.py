@@ -1,12 +1,13 @@
 """Convert Anthropic's system prompt, messages and blocks to chat-template messages, with ``cache_control``'s rules."""
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from serve_app.api.as_text import as_text
 from serve_app.api.json_body import MESSAGE_BLOCKS, call_id
 from serve_app.api.openai.tools import MAX_ARGUMENT_DEPTH, too_deep
-from serve_app.api.request import CacheBreakpoint, reasoning_fields
+from serve_app.api.request import CacheBreakpoint, Tool, reasoning_fields
 from serve_app.errors import InvalidRequest
 
 MAX_BREAKPOINTS = 4
@@ -14,12 +15,15 @@ TTLS_S = {"5m": 300.0, "1h": 3600.0}
 ROLES = ("user", "assistant", "system")
 BILLING = "x-anthropic-billing-header:"
 """The start of a system block of Claude Code that only Anthropic needs; it differs in every conversation."""
+UNTIL_USER = "next_user_message"
+"""The ``clear_at`` of a system message that the model sees only until the user's next message."""
 
 _FIELDS = {
     "text": frozenset({"type", "text", "cache_control", "citations"}),
     "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
     "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
 }
+_SYSTEM_FIELDS = {"clear_at", "output_config"}
 _BY = {"tool_use": "assistant", "tool_result": "user"}
 """Who sends the blocks that only one role may send."""
 BLOCK_FIELDS = tuple(f"messages[].content[].{name}" for name in sorted(frozenset().union(*_FIELDS.values())))
@@ -28,10 +32,16 @@ BLOCK_FIELDS = tuple(f"messages[].content[].{name}" for name in sorted(frozenset
 class ConversationReader:
     """Reads a conversation by blocks: tools, then the system prompt, then messages. Methods raise InvalidRequest.
 
-    ``breakpoints``: the ends of prefixes to keep in the KV cache. ``ignored``: paths of unread fields.
+    ``breakpoints``: the ends of prefixes to keep in the KV cache. ``ignored``: paths of unread fields. ``rules``: the
+    prompt rules that applied; ``follow_rules`` False: none. ``later``: tools that the model first sees where the
+    conversation names them. ``removed``: tools that it may no longer call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, later: Mapping[str, Tool] = MappingProxyType({}), *, follow_rules: bool = True) -> None:
+        self.later = later
+        self.removed: set[str] = set()
+        self.rules: set[str] = set()
+        self._follow_rules = follow_rules
         self.messages: list[dict[str, Any]] = []
         self.breakpoints: list[CacheBreakpoint] = []
         self.ignored: set[str] = set()
@@ -56,18 +66,26 @@ class ConversationReader:
             if _kind(block, path) != "text":
                 raise InvalidRequest(f"{path} must be a text block.", param=path)
             # A first block that differs would keep conversations from sharing the KV of the following ones.
-            if index or not str(block.get("text")).startswith(BILLING):
+            if self._follow_rules and not index and str(block.get("text")).startswith(BILLING):
+                self.rules.add("billing_line")
+            else:
                 self._add_text(block, path)
         self._join()
 
-    def add_message(self, message: Any, index: int) -> None:
-        """Add a message. A tool's result becomes a separate message, because templates have a role for it."""
+    def add_message(self, message: Any, index: int, last_user: int = -1) -> None:
+        """Add a message. A tool's result becomes a separate message, because templates have a role for it.
+
+        ``last_user``: the index of the user's last message, after which some system messages are no longer shown.
+        """
         path = f"messages[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
         content = message.get("content") if isinstance(message, dict) else None
         if role not in ROLES:
             raise InvalidRequest(f"{path} must be an object with a role, one of {', '.join(ROLES)}.", param=path)
-        self.ignored.update(f"messages[].{name}" for name in message.keys() - {"role", "content"})
+        if role == "system" and message.get("clear_at") == UNTIL_USER and index < last_user:
+            return
+        known = {"role", "content"} | (_SYSTEM_FIELDS if role == "system" else set())
+        self.ignored.update(f"messages[].{name}" for name in message.keys() - known)
         if isinstance(content, str):
             self.messages.append({"role": role, "content": content})
             self._last_ttl_s = 0.0
@@ -147,8 +165,18 @@ class ConversationReader:
         self.ignored.update(f"messages[].content[].{name}" for name in unread if block[name] not in (None, [], False))
 
     def _text(self, block: dict[str, Any], path: str) -> str:
-        if block.get("type") != "text":
-            return as_text(block, path, "messages[].content[]", MESSAGE_BLOCKS, self.ignored)
+        kind = block.get("type")
+        if kind == "fallback":
+            return ""  # it marks where another model went on
+        if kind == "compaction" and (changes := block.get("tool_changes")):
+            summary = {name: value for name, value in block.items() if name != "tool_changes"}
+            parts = [summary, *(change for change in changes if isinstance(change, dict))]
+            return "".join(self._text(part, path) for part in parts)
+        if kind == "compaction" and not block.get("content") and not block.get("encrypted_content"):
+            return ""  # it failed
+        if kind != "text":
+            shown = self._with_definition(block)
+            return as_text(shown, path, "messages[].content[]", MESSAGE_BLOCKS, self.ignored)
         text = block.get("text")
         if not isinstance(text, str):
             raise InvalidRequest(f"{path}.text must be a string.", param=f"{path}.text")
@@ -156,6 +184,21 @@ class ConversationReader:
             field = f"{path}.cache_control"
             raise InvalidRequest(f"{field} cannot be set for empty text blocks.", param=field)
         return text
+
+    def _with_definition(self, block: dict[str, Any]) -> dict[str, Any]:
+        """Return a block that makes a tool available, with the tool itself, if the model has not seen it before."""
+        kind, named = block.get("type"), block.get("tool")
+        name = block.get("tool_name") if kind == "tool_reference" else tool_named(named)
+        if not isinstance(name, str):
+            return block
+        if kind == "tool_removal":
+            self.removed.add(name)
+        elif kind == "tool_addition":
+            self.removed.discard(name)
+        tool = self.later.get(name)
+        if tool is None or kind not in ("tool_reference", "tool_addition"):
+            return block
+        return {"type": kind, "tool": tool}
 
     def _result_text(self, content: Any, path: str) -> str:
         if content is None or isinstance(content, str):
@@ -191,6 +234,13 @@ class ConversationReader:
         if as_far and "tool_calls" in as_far[-1]:
             as_far[-1]["tool_calls"] = list(as_far[-1]["tool_calls"])  # the same message may get more calls
         self.breakpoints.append(CacheBreakpoint(tuple(as_far), ttl_s))
+
+
+def tool_named(tool: Any) -> str | None:
+    """Return the name of the tool of a ``tool_addition`` or ``tool_removal``, None for any other form."""
+    named = tool.get("definition") if isinstance(tool, dict) and tool.get("type") == "tool_definition" else tool
+    name = named.get("name") if isinstance(named, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _kind(block: Any, path: str) -> Any:

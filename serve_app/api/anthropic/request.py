@@ -1,6 +1,6 @@
 """Parse the bodies of ``POST /v1/messages`` and ``/v1/messages/count_tokens`` into ChatRequest."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -44,6 +44,19 @@ class MessageTool(JsonBody):
     input_schema: Annotated[dict[str, Any], Must("an object, the JSON Schema of the input")]
     cache_control: Control = None
     strict: bool | None = Field(None, description="enforced where the answer must call; elsewhere without effect")
+    defer_loading: bool | None = Field(
+        None, description="true: in the prompt where a tool_reference or tool_addition names it, not before"
+    )
+    input_examples: Annotated[list[Any] | None, Must("a list of inputs")] = Field(
+        None, description="shown to the model in the schema, as its examples"
+    )
+
+    def function(self) -> Function:
+        """Return the tool in the common form."""
+        schema = self.input_schema
+        if self.input_examples:
+            schema = {"examples": self.input_examples, **schema}
+        return Function(self.name, self.description, schema, self.strict)
 
 
 class MessageToolChoice(JsonBody):
@@ -55,7 +68,7 @@ class MessageToolChoice(JsonBody):
 
 
 class OutputConfig(JsonBody):
-    """The required form of the answer. ``effort`` changes nothing."""
+    """The required form of the answer. ``effort`` and ``task_budget`` change nothing."""
 
     effort: str | None = None
     format: Annotated[dict[str, Any] | None, Must("an object with type and schema")] = None
@@ -64,7 +77,10 @@ class OutputConfig(JsonBody):
 class ThinkingConfig(JsonBody):
     """Whether the model thinks. ``budget_tokens`` and ``display`` change nothing."""
 
-    type: Annotated[Literal["enabled", "adaptive", "disabled"], Must("enabled, adaptive or disabled")]
+    type: Annotated[
+        Literal["enabled", "adaptive", "between_tools", "disabled"],
+        Must("enabled, adaptive, between_tools or disabled"),
+    ]
     budget_tokens: int | None = None
     display: str | None = None
 
@@ -75,7 +91,9 @@ class DiagnosticsBody(JsonBody):
     previous_message_id: Text256 = Field(None, description="the id of the answer to compare this request with")
 
 
+_HARMLESS_EDITS = ({"type": "clear_thinking_20251015", "keep": "all"},)
 _INNER_FIELDS = (
+    "context_management.edits",
     *BLOCK_FIELDS,
     *(f"tools[].{name}" for name in MessageTool.model_fields),
 )
@@ -85,8 +103,11 @@ class CountTokensBody(JsonBody):
     """The body of ``POST /v1/messages/count_tokens``: all fields that form the prompt."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"service_tier", "inference_geo", "user_profile_id", "workspace_id", "nvext"}
-    )
+        {
+            "service_tier", "inference_geo", "user_profile_id", "workspace_id", "fallbacks", "fallback_credit_token",
+            "compaction", "nvext",
+        }
+    )  # fmt: skip
     bounded: ClassVar[Mapping[str, int]] = {
         "messages": 1 << 17, "system": 1 << 14, "tools": MAX_TOOL_VALUES, "output_config": 1 << 14,
         "stop_sequences": 1 << 10, "metadata": 1 << 10, "nvext": 1 << 10,
@@ -94,11 +115,15 @@ class CountTokensBody(JsonBody):
     refused: ClassVar[Refused] = {
         "container": (),
         "mcp_servers": ([],),
-        "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         "speed": ("standard",),
         "output_format": (),
+        "thread": (),
     }
-    instead: ClassVar[Mapping[str, str]] = {"output_format": "output_config.format"}
+    instead: ClassVar[Mapping[str, str]] = {
+        "output_format": "output_config.format",
+        "thread": "the whole conversation in messages",
+        "compaction": "a message that asks for a summary",
+    }
 
     model: ModelName
     messages: Annotated[
@@ -122,32 +147,48 @@ class CountTokensBody(JsonBody):
     output_config: Annotated[OutputConfig, Must("an object with format")] = Field(
         OutputConfig(), description="format: json_schema"
     )
+    context_management: Annotated[dict[str, Any] | None, Must("an object with edits")] = Field(
+        None, description="no edit is applied: the whole conversation is shown"
+    )
     cache_salt: Text1024 = Field(None, description="divides the tenant's cache: only equal salts share KV")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION or NAME of a registered prompt to prepend")
 
-    def request(self) -> ChatRequest:
-        """Return the validated request. Raises InvalidRequest for fields that contradict each other."""
-        read = ConversationReader()
+    def request(self, *, follow_rules: bool = True) -> ChatRequest:
+        """Return the validated request. Raises InvalidRequest for fields that contradict each other.
+
+        ``follow_rules``: change prompts by the rules for agents' clients (`agent_prompt_rules`).
+        """
+        added = _tools_in(self.messages)
+        deferred = {tool.name: tool for tool in self.tools if tool.defer_loading and follow_rules}
+        later = {tool.name: tool.function().for_template() for tool in (*deferred.values(), *added.values())}
+        read = ConversationReader(later, follow_rules=follow_rules)
+        if deferred:
+            read.rules.add("deferred_tools")
         read.add_tools(tool.cache_control for tool in self.tools)
         read.add_system(self.system)
+        users = (at for at, one in enumerate(self.messages) if isinstance(one, dict) and one.get("role") == "user")
+        last_user = max(users, default=-1)
         for index, message in enumerate(self.messages):
-            read.add_message(message, index)
+            read.add_message(message, index, last_user)
         if all(message["role"] == "system" for message in read.messages):
             raise InvalidRequest("messages must hold words of user or assistant.", param="messages")
         read.end_with_breakpoint(self.cache_control)
         for tool in self.tools:
             read.ignored.update(f"tools[].{name}" for name in (tool.model_extra or {}).keys() - tool.without_effect)
+        if any(edit not in _HARMLESS_EDITS for edit in (self.context_management or {}).get("edits") or ()):
+            read.ignored.add("context_management.edits")
         if read.messages[-1] == {"role": "assistant", "content": ""} and len(read.messages) > 1:
             del read.messages[-1]  # the same as to ask for an answer
         last = read.messages[-1]
         goes_on = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
-        use = self._tool_use()
+        use = self._tool_use([*self.tools, *added.values()], read.removed)
         effort = None if self.thinking is None else "none" if self.thinking.type == "disabled" else ""
         return ChatRequest(
             model=self.model,
             messages=tuple(read.messages),
             breakpoints=tuple(read.breakpoints),
-            tool_use=use,
+            tool_use=replace(use, later=frozenset(later)) if use else use,
+            prompt_rules=tuple(sorted(read.rules)),
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
             thinking=thinking_switches(effort),
@@ -157,17 +198,17 @@ class CountTokensBody(JsonBody):
             unknown=self.unknown(sorted(read.ignored), _INNER_FIELDS),
         )
 
-    def _tool_use(self) -> ToolUse:
-        functions = [Function(tool.name, tool.description, tool.input_schema, tool.strict) for tool in self.tools]
-        choice = self.tool_choice
+    def _tool_use(self, tools: Sequence[MessageTool], removed: Collection[str]) -> ToolUse:
+        functions, choice = [tool.function() for tool in tools], self.tool_choice
+        allowed = [tool.name for tool in tools if tool.name not in removed] if removed else None
         if choice is None:
-            return tool_use(functions, "auto")
+            return tool_use(functions, "auto", allowed)
         if (choice.type == "tool") != (choice.name is not None):
             raise InvalidRequest("tool_choice has a name where its type is tool, and there alone.", param="tool_choice")
         if choice.name is not None:
             return tool_use(functions, "required", [choice.name], parallel=False)
         kind = "required" if choice.type == "any" else choice.type
-        return tool_use(functions, kind, parallel=not choice.disable_parallel_tool_use)
+        return tool_use(functions, kind, allowed, parallel=not choice.disable_parallel_tool_use)
 
     def _grammar(self) -> Grammar | None:
         asked, field = self.output_config.format, "output_config.format"
@@ -180,6 +221,9 @@ class CountTokensBody(JsonBody):
 
 class MessagesBody(CountTokensBody):
     """The body of ``POST /v1/messages``."""
+
+    without_effect: ClassVar[frozenset[str]] = CountTokensBody.without_effect - {"compaction"}
+    refused: ClassVar[Refused] = {**CountTokensBody.refused, "compaction": ()}
 
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), Whole] = Field(
         description="0: compute and cache the prompt, generate nothing"
@@ -197,11 +241,11 @@ class MessagesBody(CountTokensBody):
     diagnostics: DiagnosticsBody | None = Field(None, description="report the reason of a cache miss")
     store_kv: StoreKV = None
 
-    def request(self) -> ChatRequest:
-        """Return the validated request. Raises InvalidRequest for fields that contradict each other."""
+    def request(self, *, follow_rules: bool = True) -> ChatRequest:
+        """Return the validated request. See ``CountTokensBody.request``."""
         if self.stream and not self.max_tokens:
             raise InvalidRequest("max_tokens must be at least 1 where stream is true.", param="max_tokens")
-        prompt, hints = super().request(), Hints.of(self.nvext, self.metadata)
+        prompt, hints = super().request(follow_rules=follow_rules), Hints.of(self.nvext, self.metadata)
         return replace(
             prompt,
             max_tokens=self.max_tokens,
@@ -218,8 +262,11 @@ class MessagesBody(CountTokensBody):
             priority=hints.priority,
             unknown=(*prompt.unknown, *unknown_fields(hints.unread, ())),
             cache_diagnostics=self.diagnostics is not None,
-            repeated={"diagnostics": self._asked(prompt)},
+            repeated={"diagnostics": self._asked(prompt), **self._edits()},
         )
+
+    def _edits(self) -> dict[str, Any]:
+        return {} if self.context_management is None else {"context_management": {"applied_edits": []}}
 
     def _asked(self, prompt: ChatRequest) -> RequestDigests:
         """Return the digests that the answer's format compares with an earlier request."""
@@ -228,7 +275,7 @@ class MessagesBody(CountTokensBody):
         return RequestDigests(
             digest([self.model, self.cache_salt]),
             digest([prompt.prompt_ref, *messages[:at]]),
-            digest(prompt.tool_use.tools),
+            digest(prompt.tool_use.shown),
             digests(messages[at:]),
             self.diagnostics.previous_message_id if self.diagnostics is not None else None,
         )
@@ -250,11 +297,33 @@ def _session(metadata: Any) -> str:
     return word if len(word) <= MAX_ID_CHARS else ""
 
 
-def parse_messages(body: bytes) -> ChatRequest:
+def _tools_in(messages: Iterable[Any]) -> dict[str, MessageTool]:
+    """Return the tools that system messages define, by name. Raises InvalidRequest for an invalid one."""
+    found: dict[str, MessageTool] = {}
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) and message.get("role") == "system" else None
+        for number, block in enumerate(content if isinstance(content, list) else ()):
+            added = block.get("tool") if isinstance(block, dict) and block.get("type") == "tool_addition" else None
+            if isinstance(added, dict) and added.get("type") == "tool_definition":
+                path = f"messages[{index}].content[{number}].tool.definition"
+                defined = added.get("definition")
+                if not isinstance(defined, dict):
+                    raise InvalidRequest(f"{path} must be an object with name and input_schema.", param=path)
+                if defined.get("type") not in (None, "custom"):
+                    continue  # it runs elsewhere, and is shown as text
+                try:
+                    tool = MessageTool.checked(defined)
+                except InvalidRequest as error:
+                    raise InvalidRequest(f"{path}.{error.message}", param=path) from error
+                found[tool.name] = tool
+    return found
+
+
+def parse_messages(body: bytes, *, follow_rules: bool = True) -> ChatRequest:
     """Parse the body of ``POST /v1/messages``. Raises InvalidRequest, and nothing else, if it is invalid."""
-    return MessagesBody.parse(body).request()
+    return MessagesBody.parse(body).request(follow_rules=follow_rules)
 
 
-def parse_count(body: bytes) -> ChatRequest:
+def parse_count(body: bytes, *, follow_rules: bool = True) -> ChatRequest:
     """Parse the body of ``POST /v1/messages/count_tokens``. Raises InvalidRequest, and nothing else."""
-    return CountTokensBody.parse(body).request()
+    return CountTokensBody.parse(body).request(follow_rules=follow_rules)

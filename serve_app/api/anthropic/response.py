@@ -198,6 +198,7 @@ def message_head(head: AnswerHead, usage: Usage, compare: Compare) -> dict[str, 
         "model": head.model,
         "usage": _usage(usage),
         "diagnostics": _with_miss(compare(message_id, asked, usage), usage),
+        **{name: value for name, value in head.repeated.items() if name != "diagnostics"},
     }
 
 

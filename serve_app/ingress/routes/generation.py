@@ -41,14 +41,16 @@ async def messages(request: Request, services: Front) -> Response:
     """Anthropic's messages."""
     tenant = services.access.guard.tenant(request)
     shown = MessagesFormat(functools.partial(services.records.history.compare, tenant.name))
-    return await services.completions.generate(request, tenant, parse_messages, shown)
+    parse = functools.partial(parse_messages, follow_rules=services.completions.config.agent_prompt_rules)
+    return await services.completions.generate(request, tenant, parse, shown)
 
 
 @router.post(f"{MESSAGES_PATH}/count_tokens", tags=["messages"], **takes(CountTokensBody))
 @guarded("count_tokens", ANTHROPIC)
 async def count_tokens(request: Request, services: Front) -> Response:
     """Count the tokens of a message's prompt, without generating."""
-    ids, wanted, _ = await services.completions.tokens(request, services.access.guard.tenant(request), parse_count)
+    parse = functools.partial(parse_count, follow_rules=services.completions.config.agent_prompt_rules)
+    ids, wanted, _ = await services.completions.tokens(request, services.access.guard.tenant(request), parse)
     return json_response({"input_tokens": len(ids)}, headers=warnings(wanted))
 
 

@@ -14,7 +14,7 @@ from serve_app.api.openai.response import openai_error, openai_limits
 from serve_app.api.request import GenerateRequest, ignored_fields
 from serve_app.errors import InvalidRequest
 from serve_app.ingress.guard import Api
-from serve_app.ingress.http import WARNING
+from serve_app.ingress.http import PROMPT_RULES, WARNING
 from serve_app.ingress.services import Services
 
 OPENAI = Api(openai_error, openai_limits)
@@ -69,9 +69,9 @@ def guarded(
 
 
 def warnings(request: GenerateRequest) -> dict[str, str]:
-    """Return the header that names a request's ignored fields, if there are any."""
-    told = ignored_fields(request.unknown)
-    return {WARNING: told} if told else {}
+    """Return the headers that name a request's ignored fields and the rules for its prompt, if there are any."""
+    headers = {WARNING: ignored_fields(request.unknown), PROMPT_RULES: ", ".join(request.prompt_rules)}
+    return {name: value for name, value in headers.items() if value}
 
 
 def takes(*bodies: type[BaseModel]) -> dict[str, Any]:

@@ -62,12 +62,27 @@ def test_claude_codes_varying_header_is_no_part_of_the_prompt() -> None:
         parse("claude_code", system=[recorded[0], {"type": "image"}])
 
 
-def test_an_edit_of_the_context_that_clears_something_is_refused() -> None:
-    """Claude Code's own edit clears nothing."""
+def test_an_edit_of_the_context_is_accepted_and_named() -> None:
+    """Claude Code's own edit clears nothing; others are not applied, so the model sees more than was meant."""
     edits = body("claude_code")["context_management"]["edits"]
+    assert parse("claude_code").unknown == ()
     for edit in ({**edits[0], "keep": {"type": "thinking_turns", "value": 1}}, {"type": "clear_tool_uses_20250919"}):
-        with pytest.raises(InvalidRequest, match="context_management is not supported"):
-            parse("claude_code", context_management={"edits": [*edits, edit]})
+        request = parse("claude_code", context_management={"edits": [*edits, edit]})
+        assert [field.told for field in request.unknown] == ["context_management.edits"]
+        assert request.repeated["context_management"] == {"applied_edits": []}
+
+
+def test_an_output_of_no_call_is_the_users_word() -> None:
+    """Codex tells a goal so; without a name, or with the last call's, it is that call's result."""
+    call = {"type": "function_call", "call_id": "c", "name": "close_agent", "arguments": "", "namespace": "m"}
+    for named, said in (
+        ({"namespace": "agent", "name": "goal_objective"}, {"role": "user", "content": "agent.goal_objective: win"}),
+        ({"namespace": "m", "name": "close_agent"}, {"role": "tool", "content": "win", "tool_call_id": "c"}),
+        ({}, {"role": "tool", "content": "win", "tool_call_id": "c"}),
+    ):
+        request = parse("codex", tools=[], input=[call, {"type": "function_call_output", "output": "win", **named}])
+        assert request.messages[-1] == said
+        assert request.unknown == ()
 
 
 def test_a_message_of_a_system_alone_asks_nothing() -> None:

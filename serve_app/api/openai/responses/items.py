@@ -19,9 +19,9 @@ _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs"})
 _ITEM_FIELDS = {
     "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
     "function_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "arguments", "caller"}),
-    "function_call_output": frozenset({"type", "id", "status", "call_id", "output", "name", "caller"}),
+    "function_call_output": frozenset({"type", "id", "status", "call_id", "output", "name", "namespace", "caller"}),
     "custom_tool_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "input", "caller"}),
-    "custom_tool_call_output": frozenset({"type", "id", "status", "call_id", "output", "name", "caller"}),
+    "custom_tool_call_output": frozenset({"type", "id", "status", "call_id", "output", "name", "namespace", "caller"}),
     "reasoning": frozenset({"content", "summary"}),
 }
 _CALLS = ("function_call", "custom_tool_call")
@@ -58,9 +58,8 @@ def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dic
             if reasoning and said["role"] != "assistant":  # it was cut off before it said anything
                 messages.append({"role": "assistant", "content": "", **reasoning_fields(reasoning)})
                 reasoning = ""
-            if said["role"] == "tool" and "tool_call_id" not in said:  # it answers the last call
-                calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
-                said |= {"tool_call_id": calls[-1]} if calls else {}
+            if said["role"] == "tool" and "tool_call_id" not in said:
+                said = _answering(said, _full_name(item), messages)
             if said["role"] == "assistant" and messages and "tool_calls" in messages[-1]:
                 messages[-1]["content"] += said["content"]
             else:
@@ -71,6 +70,23 @@ def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dic
     if reasoning:
         messages.append({"role": "assistant", "content": "", **reasoning_fields(reasoning)})
     return messages
+
+
+def _answering(said: dict[str, Any], name: str, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return an output without a call's id as the last call's, or as a user's words if it has another name.
+
+    Codex tells a goal in such an item.
+    """
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    if name and (not calls or calls[-1]["function"]["name"] != name):
+        return {"role": "user", "content": f"{name}: {said['content']}"}
+    return {**said, "tool_call_id": calls[-1]["id"]} if calls else said
+
+
+def _full_name(item: Mapping[str, Any]) -> str:
+    """Return the name of an item's function, with its namespace, "" for none."""
+    names = (item.get("namespace"), item.get("name"))
+    return ".".join(name for name in names if isinstance(name, str) and name)
 
 
 def kind_of(item: Mapping[str, Any]) -> Any:

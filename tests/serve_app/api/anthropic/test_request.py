@@ -203,7 +203,7 @@ def test_an_answer_that_was_cut_off_or_empty_is_taken_back() -> None:
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"max_tokens": 0, "stream": True}, "max_tokens must be at least 1"),
         ({"temperature": 1.5}, "temperature must be a number from 0 to 1"),
-        ({"thinking": {"type": "always"}}, "thinking.type must be enabled, adaptive or disabled"),
+        ({"thinking": {"type": "always"}}, "thinking.type must be enabled, adaptive, between_tools or disabled"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "must be from assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "has the type 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "has the type"),
