@@ -5,6 +5,7 @@ Source: OpenAI's Batch API guide, and its reference of the request input and out
 
 import codecs
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -46,7 +47,8 @@ class BatchRequest(JsonBody):
     def parse_body(self, model: str, seed: int) -> GenerateRequest:
         """Return the body's request; ``model`` and ``seed`` are defaults. Raises InvalidRequest."""
         given = {name: value for name, value in self.body.items() if value is not None}
-        return APIS[self.url][0](msgspec.json.encode({"model": model, "seed": seed, **given}))
+        wanted = APIS[self.url][0](msgspec.json.encode({"model": model, **given}))
+        return wanted if wanted.seed is not None else replace(wanted, seed=seed)  # messages have no such field
 
     def response(self, answer: ErrorAnswer, answer_id: str) -> dict[str, Any]:
         """Return the output's line."""

@@ -32,6 +32,8 @@ class _File:
     requests: "list[BatchRequest]"
     edge: "EdgeFile | None"
     answered: "dict[int, AnsweredLine]" = field(default_factory=dict)
+    told: str = ""
+    """Before what is said of its requests: its name, if there are several."""
 
 
 def infer(
@@ -74,6 +76,8 @@ def infer(
     if output_file is not None and len(inputs) > 1:
         fail("--output-file is for one input; each of several gets a file beside it")
     asked = [_read(path, output_file) for path in inputs]
+    for file in asked[: len(asked) if len(asked) > 1 else 0]:
+        file.told = f"{file.path.name} "
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outputs: dict[int, Any] = {}
     try:
@@ -88,9 +92,9 @@ def infer(
                         outputs[at] = file.output.open("w")
                     print(json.dumps(answered.line, ensure_ascii=False), file=outputs[at], flush=True)
                 if answered.warning:
-                    logger.warning("%s: %s", answered.line["custom_id"], answered.warning)
+                    logger.warning("%s%s: %s", file.told, answered.line["custom_id"], answered.warning)
                 if debug and answered.ok:
-                    console.print(harmless(answered.told()), soft_wrap=True)
+                    console.print(harmless(file.told + answered.told()), soft_wrap=True)
                 progress.advance(bar)
 
             if url is not None:
@@ -256,6 +260,8 @@ def _report(asked: list[_File], profile_file: Path | None) -> None:
             if not one.ok:
                 body = one.line["response"]["body"]
                 said = error_of(body) if file.edge is not None else body["error"]["message"]
-                console.print(harmless(f"failed: {one.line['custom_id']}: {said}"), style="red", soft_wrap=True)
+                console.print(
+                    harmless(f"failed: {file.told}{one.line['custom_id']}: {said}"), style="red", soft_wrap=True
+                )
     if len(done) < len(answered):
         raise typer.Exit(1)

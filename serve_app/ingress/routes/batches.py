@@ -284,7 +284,9 @@ async def _found(
 
 def _shown(request: Request, batch: StoredBatch) -> dict[str, Any]:
     path = f"{request.scope.get('root_path', '')}{BATCHES_PATH}/{batch.id}/results"
-    return anthropic_batch(batch, str(request.url.replace(path=path, query="")))
+    scheme = request.headers.get("x-forwarded-proto", "").lower()  # what a proxy with the certificate was asked by
+    scheme = scheme if scheme in ("http", "https") else request.url.scheme
+    return anthropic_batch(batch, str(request.url.replace(scheme=scheme, path=path, query="")))
 
 
 async def _content(desk: BatchDesk, tenant: str, content: str, size: int, media_type: str) -> Response:

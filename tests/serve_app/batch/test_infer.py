@@ -99,6 +99,14 @@ def test_requests_are_answered_as_the_server_would_and_again_the_same(runner: Ru
         assert list(map(text_of, uncached[name]["body"]["choices"])) == list(map(text_of, response["body"]["choices"]))
 
 
+def test_messages_are_drawn_again_the_same(runner: Runner) -> None:
+    """Their API has no seed, and is told of none."""
+    messages = [{"role": "user", "content": "How do I read a CSV file?"}]
+    runs = [runner.run(line("m", "/v1/messages", messages=messages, max_tokens=8)) for _ in range(2)]
+    assert not any("ignored" in said(result) for result, _ in runs)
+    assert len({json.dumps(responses["m"]["body"]["content"]) for _, responses in runs}) == 1
+
+
 def test_one_that_fails_is_named_and_the_others_are_answered(runner: Runner) -> None:
     """Each request has its status and the API's error; the run exits with 1."""
     image = {"role": "user", "content": [{"type": "image", "image": "cat.png"}]}
@@ -262,7 +270,7 @@ def test_the_three_examples_of_tensorrt_edge_llm_run_as_printed(runner: Runner) 
     told, responses, status = Edge(runner).run(*files, flags=f"--debug --profile {profile}")
     assert status == 0, told
     assert "0: miss, 0 prompt tokens reused" in told and "its system prompt was saved; never_seen" in told
-    assert "0: hit, " in told
+    assert ".json 0: hit, " in told, "with the file's name"
     assert "0 (adapter french): miss, 0 prompt tokens reused" in told and "saved; adapter: Each LoRA adapter" in told
     assert [one["request_idx"] for one in responses] == [0, 0, 0]
     assert {one["finish_reason"] for one in responses} <= {"stop", "length"}

@@ -468,3 +468,37 @@ def test_a_message_batch_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(anthropic.BadRequestError, match=said):
         claude.messages.batches.create(requests=requests)
+
+
+def test_anthropics_beta_client_too(served: tuple[str, Script], claude: Anthropic, script: Script) -> None:
+    """Its paths have a query. Behind a proxy with the certificate the results have the address that was asked."""
+    batch = claude.beta.messages.batches.create(requests=[message("a")])
+    wait(lambda: claude.beta.messages.batches.retrieve(batch.id).processing_status == "ended")
+    assert [one.result.type for one in claude.beta.messages.batches.results(batch.id)] == ["succeeded"]
+    assert batch.id in {one.id for one in claude.beta.messages.batches.list(limit=1)}
+    headers = {"x-api-key": KEYS["acme"], "x-forwarded-proto": "https", "host": "models.example"}
+    shown = httpx.get(f"{served[0]}/v1/messages/batches/{batch.id}?beta=true", headers=headers).json()
+    assert shown["results_url"] == f"https://models.example/v1/messages/batches/{batch.id}/results"
+    assert claude.beta.messages.batches.delete(batch.id).id == batch.id
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "param"),
+    [
+        ("/v1/files?limit=0", 400, "limit"),
+        ("/v1/files?limit=x", 400, "limit"),
+        ("/v1/files?after=file-none", 400, "after"),
+        ("/v1/files?order=up", 400, "order"),
+        ("/v1/files/file-none", 404, "file_id"),
+        ("/v1/files/file-none/content", 404, "file_id"),
+        ("/v1/batches?limit=-1", 400, "limit"),
+        ("/v1/batches/batch_none", 404, "batch_id"),
+        ("/v1/batches?after=", 400, "after"),
+    ],
+)
+def test_wrong_questions_have_openais_errors(served: tuple[str, Script], path: str, status: int, param: str) -> None:
+    headers = {"authorization": f"Bearer {KEYS['acme']}"}
+    answer = httpx.get(served[0] + path, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert answer.json()["error"].keys() >= {"message", "type", "param", "code"}
+    assert answer.json()["error"]["type"] in ("invalid_request_error", "not_found_error")
