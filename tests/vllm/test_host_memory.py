@@ -183,6 +183,16 @@ def test_a_flood_leaves_public_blocks_and_others_their_share() -> None:
     assert not set(evicted(policy, 13) or ()) & set(kept)
 
 
+def test_blocks_that_found_no_space_take_no_names_from_those_that_do() -> None:
+    """vLLM says once whose a request's blocks are, and may store them much later."""
+    policy = TenantPolicy(12)
+    for tenant, blocks in (("flood", 10), ("b", 3), ("c", 1)):
+        policy.on_store_miss([tenant.encode() + bytes([at]) for at in range(blocks)], Context(tenant))
+    for key in (b"b\0", b"b\2", b"c\0"):
+        policy.insert(key, SimpleNamespace(ref_cnt=0))
+    assert policy.shares.holdings() == {"b": 2, "c": 1}
+
+
 @pytest.fixture(scope="module")
 def both(demo_model_path: Path) -> Iterator[Both]:
     """vLLM's pool holds 96 blocks, and its host memory three times as many."""

@@ -44,9 +44,11 @@ class TenantPolicy(CachePolicy):  # type: ignore[misc]
 
     def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Note whose chunks these are; vLLM inserts them next."""
-        if len(self._storers) > self.cache_capacity:  # of requests that found no space
-            self._storers.clear()
-        self._storers |= {key: _owner(key, req_context) for key in keys}
+        for key in keys:
+            self._storers.pop(key, None)  # the latest last
+            self._storers[key] = _owner(key, req_context)
+        while len(self._storers) > self.cache_capacity:  # of requests that found no space
+            del self._storers[next(iter(self._storers))]
 
     def insert(self, key: bytes, chunk: Any, *_: Any) -> None:
         """Add a chunk, which is being copied."""
