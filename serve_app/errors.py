@@ -134,6 +134,12 @@ class RateLimited(WarmpathError):
     code = "rate_limit_exceeded"
 
 
+class BudgetSpent(RateLimited):
+    """The tenant has spent its budget. Clients do not retry it by themselves."""
+
+    code = "budget_spent"
+
+
 class Overloaded(WarmpathError):
     """No replica can accept the request now; retry after ``retry_after_s``."""
 

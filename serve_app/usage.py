@@ -13,9 +13,10 @@ import logging
 import operator
 import os
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import closing
 from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from functools import reduce
 from pathlib import Path
 from threading import Lock
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from router.background import run_in_background
+from serve_app.config.tenants import PriceConfig
 from serve_app.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,8 @@ class Ledger:
         self._new: dict[UsageKey, Counts] = {}
         self._lock = Lock()
         self._counting = Lock()
+        self.heard: list[Callable[[UsageKey, Counts], object]] = []
+        """Told of each count."""
         try:
             if file is not None:  # it names tenants
                 file = file.expanduser()
@@ -136,12 +140,13 @@ class Ledger:
         counts = counted(cached_tokens)
         if instead_of is not None:
             counts = Counts(*map(operator.sub, counts, counted(instead_of)))
-        self._add(UsageKey(self._day(), tenant, model, prompt), counts)
+        self._count(UsageKey(self._day(), tenant, model, prompt), counts)
         return counts.written_tokens
 
     def answer(self, tenant: str, model: str, prompt: str, output_tokens: int) -> None:
         """Count the end of a request with at least one token."""
-        self._add(UsageKey(self._day(), tenant, model, prompt), Counts(requests=1, output_tokens=output_tokens))
+        counts = Counts(requests=1, output_tokens=output_tokens)
+        self._count(UsageKey(self._day(), tenant, model, prompt), counts)
 
     def flush(self) -> None:
         """Write new counts; after a failure they are kept for the next write."""
@@ -171,12 +176,18 @@ class Ledger:
     def _day(self, offset_days: int = 0) -> str:
         return (self._now() + timedelta(offset_days)).date().isoformat()
 
+    def _count(self, key: UsageKey, counts: Counts) -> None:
+        self._add(key, counts)
+        for tell in self.heard:
+            tell(key, counts)
+
     def _add(self, key: UsageKey, counts: Counts) -> None:
         with self._counting:  # never held during disk access
             self._new[key] = self._new.get(key, Counts()).plus(counts)
 
 
 DEFAULT_DAYS = 30
+_PRICED_TOKENS = 1_000_000
 
 UsageRows = list[tuple[UsageKey, Counts]]
 
@@ -204,24 +215,71 @@ def merged(readings: Iterable[tuple[str, UsageRows]]) -> UsageRows:
     return sorted(total.items())
 
 
-def usage_document(first_day: str, last_day: str, rows: UsageRows) -> dict[str, Any]:
-    """Return the body of ``/v1/usage``."""
+def cost_of(counts: Counts, price: PriceConfig | None) -> Decimal:
+    """Return what tokens cost; without a price, nothing."""
+    if price is None:
+        return Decimal()
+    read = price.input if price.cached is None else price.cached
+    write = price.input if price.write is None else price.write
+    parts = (
+        counts.uncached_tokens * price.input,
+        counts.cached_tokens * read,
+        counts.written_tokens * write,
+        counts.output_tokens * price.output,
+    )
+    return sum(parts, Decimal()) / _PRICED_TOKENS
+
+
+def saved_by_cache(counts: Counts, price: PriceConfig | None) -> Decimal:
+    """Return how much less tokens cost than without a cache; below zero if writes cost more than reads brought."""
+    if price is None:
+        return Decimal()
+    return counts.prompt_tokens * price.input / _PRICED_TOKENS - cost_of(counts._replace(output_tokens=0), price)
+
+
+def usage_document(
+    first_day: str, last_day: str, rows: UsageRows, prices: Mapping[str, PriceConfig] | None = None
+) -> dict[str, Any]:
+    """Return the body of ``/v1/usage``, by ``prices`` of models and adapters with money, exact to twelve digits."""
+    prices = prices or {}
+    total: dict[str, Any] = dict(_shown(reduce(Counts.plus, (counts for _, counts in rows), Counts())))
+    if prices:
+        total["cost"] = float(sum((cost_of(counts, prices.get(key.model)) for key, counts in rows), Decimal()))
+        total["saved"] = float(sum((saved_by_cache(counts, prices.get(key.model)) for key, counts in rows), Decimal()))
     return {
         "object": "usage",
         "start_date": first_day,
         "end_date": last_day,
-        "data": [{**key._asdict(), **_shown(counts)} for key, counts in rows],
-        "total": _shown(reduce(Counts.plus, (counts for _, counts in rows), Counts())),
+        "data": [{**key._asdict(), **_shown(counts), **_money(key, counts, prices)} for key, counts in rows],
+        "total": total,
     }
 
 
-def usage_csv(rows: UsageRows) -> str:
+def usage_csv(rows: UsageRows, prices: Mapping[str, PriceConfig] | None = None) -> str:
     """Return the rows as CSV with a header."""
+    prices = prices or {}
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*UsageKey._fields, *_shown(Counts())])
+    nothing = UsageKey("", "", "", "")
+    writer = csv.DictWriter(text, [*UsageKey._fields, *_shown(Counts()), *_money(nothing, Counts(), prices)])
     writer.writeheader()
-    writer.writerows({**key._asdict(), **_shown(counts)} for key, counts in rows)
+    writer.writerows({**key._asdict(), **_shown(counts), **_money(key, counts, prices)} for key, counts in rows)
     return text.getvalue()
+
+
+def _money(key: UsageKey, counts: Counts, prices: Mapping[str, PriceConfig]) -> dict[str, float | None]:
+    """Return what a row cost, what the cache saved of it, and the reads after which a written token pays for itself."""
+    if not prices:
+        return {}
+    price = prices.get(key.model)
+    even: float | None = None
+    if price is not None and price.cached is not None and price.cached < price.input:
+        write = price.input if price.write is None else price.write
+        even = float(max(Decimal(), write - price.input) / (price.input - price.cached))
+    return {
+        "cost": float(cost_of(counts, price)),
+        "saved": float(saved_by_cache(counts, price)),
+        "break_even_reads": even,
+    }
 
 
 def _shown(counts: Counts) -> dict[str, int]:

@@ -14,6 +14,7 @@ LIVE = frozenset(
         "autoscaling",
         "no_replica_wait_s",
         "tenants",
+        "prices",
         "aliases",
         "operator_key_sha256",
         "metrics_public",

@@ -1,7 +1,8 @@
 """Settings of tenants, keys, common prompts, usage, and stored responses, files and batches."""
 
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
@@ -29,6 +30,43 @@ TenantKey = Annotated[ApiKeyConfig, BeforeValidator(_with_names, json_schema_inp
 """A key in the settings: only its digest, or with expiry and revocation."""
 
 
+class PriceConfig(BaseModel):
+    """Prices of a model's or adapter's tokens, for a million of them, in any currency."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    input: Decimal = Field(ge=0, description="prompt tokens neither read from the cache nor written to it")
+    cached: Decimal | None = Field(None, ge=0, description="prompt tokens read from the cache; default: as `input`")
+    write: Decimal | None = Field(None, ge=0, description="prompt tokens written to the cache; default: as `input`")
+    output: Decimal = Field(ge=0, description="tokens of answers")
+
+
+class BudgetConfig(BaseModel):
+    """What a tenant may spend in a period of UTC: tokens, or money by `prices`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokens: int | None = Field(None, ge=1, description="tokens of prompts, cached or not, and of answers")
+    money: Decimal | None = Field(None, gt=0, description="in the currency of `prices`; what has no price is free")
+    period: Literal["day", "month"] = Field("month", description="day or month, in UTC")
+    hard: bool = Field(True, description="false: refuse nothing; the metric and /v1/usage tell what is used")
+
+    @property
+    def most(self) -> Decimal:
+        """The amount."""
+        return Decimal(self.tokens) if self.tokens is not None else self.money or Decimal()
+
+    def shown(self, amount: Decimal) -> str:
+        """Return an amount for a sentence."""
+        return f"{amount:,} tokens" if self.tokens is not None else f"{amount:,.2f}"
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> Self:
+        if (self.tokens is None) == (self.money is None):
+            raise ValueError("a budget has `tokens` or `money`")
+        return self
+
+
 class TenantConfig(BaseModel):
     """One tenant in the settings."""
 
@@ -52,6 +90,9 @@ class TenantConfig(BaseModel):
     tokens_per_minute: int | None = Field(
         None, ge=1, description="tokens of prompts, cached or not, and of answers; a request reserves its max_tokens"
     )
+    budget: BudgetConfig | None = Field(
+        None, description="what it may spend in a day or month, over all ingresses: `{tokens: 5000000, period: day}`"
+    )
     store_kv: bool = Field(True, description="false: its requests only read the cache")
     cache_share: float = Field(1.0, gt=0, le=1000, description="weight of the tenant's share of each KV pool")
     trust_group: str | None = Field(
@@ -74,6 +115,10 @@ class TenantsSection(BaseModel):
         False, description="although tenants exist, serve /metrics without an operator key, then without tenant names"
     )
     secret_file: Path | None = Field(None, description="deployment secret; default: $WARMPATH_SECRET, or a state file")
+    prices: dict[str, PriceConfig] = Field(
+        default_factory=dict,
+        description="by name of a model or adapter, of a million tokens: `{qwen3: {input: 1, cached: 0.1, output: 4}}`",
+    )
     usage_file: Path | None = Field(None, description="SQLite file of usage by day; default: kept in memory")
     store_responses: bool = Field(
         True, description="keep responses, encrypted, unless a request has `store: false`; false: store no responses"
@@ -109,6 +154,12 @@ class TenantsSection(BaseModel):
         keys = [*self.operator_key_sha256, *(key.sha256 for tenant in self.tenants for key in tenant.key_sha256)]
         if len(set(keys)) < len(keys):
             raise ValueError("the same API key is given twice; every tenant and operator needs keys of their own")
+        return self
+
+    @model_validator(mode="after")
+    def _money_has_prices(self) -> Self:
+        if not self.prices and any(tenant.budget and tenant.budget.money is not None for tenant in self.tenants):
+            raise ValueError("a budget in money needs `prices`")
         return self
 
     @model_validator(mode="after")

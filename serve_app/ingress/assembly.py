@@ -20,6 +20,7 @@ from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
+from serve_app.budgets import Budgets
 from serve_app.cache_misses import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointError
@@ -94,6 +95,7 @@ class _Common:
     observers: Observers
     drain: Drain
     limits: TenantLimits
+    budgets: Budgets
     guard: RouteGuard
     broadcast: Broadcast
     receiver: TokenReceiver
@@ -155,10 +157,15 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
     ledger = await asyncio.to_thread(Ledger, config.usage_file, config.block_size)
     bounds, store_workers = StorageLimits(config.responses_ttl_s, config.responses_max_bytes), FairWorkers(shares)
     database = await open_storage(config, bounds)
-    desk: BatchDesk | None = None
-    if database is not None and config.files_max_bytes:
+    objects: StoredObjects | None = None
+    if database is not None:
         objects = StoredObjects(database, secret, store_workers, replace(bounds, max_bytes=config.files_max_bytes))
-        desk = BatchDesk(objects, name, lambda: tenants.by_name)
+    desk = BatchDesk(objects, name, lambda: tenants.by_name) if objects and config.files_max_bytes else None
+    budgets = Budgets(config.tenants, config.prices, objects)
+    budgets.start()
+    ledger.heard.append(budgets.count)
+    limits.checks.append(budgets.check)
+    metrics.more.append(budgets.samples)
     return _Common(
         config,
         app_name,
@@ -171,6 +178,7 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
         observers,
         drain,
         limits,
+        budgets,
         RouteGuard(tenants, metrics, drain, limits, config.allowed_hosts, observers),
         broadcast,
         TokenReceiver(ray.util.get_node_ip_address()),
@@ -279,7 +287,7 @@ async def _make_model(
         config,
         app_name,
         common.name,
-        Access(tenants, common.guard, shares, limits, front_door, common.drain),
+        Access(tenants, common.guard, shares, limits, common.budgets, front_door, common.drain),
         Catalog(
             model_body(model, int(time.time()), lengths.max_model_len),
             tokenizer,
@@ -310,7 +318,8 @@ async def _make_model(
 
 async def open_storage(config: AppConfig, bounds: StorageLimits) -> Database | None:
     """Open the database of responses, files and batches, None if the deployment stores none. Raises StoreError."""
-    if not config.store_responses and not config.files_max_bytes:
+    budgets = any(tenant.budget is not None for tenant in config.tenants)
+    if not (config.store_responses or config.files_max_bytes or budgets):
         return None
     url, given = os.environ.get(URL_VARIABLE), config.responses_file
     if not url and given is None and not await asyncio.to_thread(on_head_node):

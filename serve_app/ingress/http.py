@@ -11,7 +11,14 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from serve_app.errors import AuthenticationFailed, InvalidRequest, RequestTimeout, RequestTooLarge, WarmpathError
+from serve_app.errors import (
+    AuthenticationFailed,
+    BudgetSpent,
+    InvalidRequest,
+    RequestTimeout,
+    RequestTooLarge,
+    WarmpathError,
+)
 from serve_app.ray_compat import serve_request_id
 
 BODY_TIMEOUT_S = 30.0
@@ -106,6 +113,8 @@ def error_headers(error: WarmpathError) -> dict[str, str]:
     """Return ``Retry-After`` (whole seconds, at least 1); a request timeout also closes its connection."""
     headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}
     if error.retry_after_s is not None:
+        if isinstance(error, BudgetSpent):  # clients of OpenAI and Anthropic would wait for it
+            headers["x-should-retry"] = "false"
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     return headers
 

@@ -60,6 +60,7 @@ class Ingress:
         ended = await self._services.access.drain.run(timeout_s)
         self._services.fleet.receiver.close()
         await self._services.records.usage.flush()
+        await self._services.access.budgets.flush()
         if self._services.records.tracer is not None:
             await asyncio.to_thread(self._services.records.tracer.close)
         return ended

@@ -17,6 +17,7 @@ from router.protocol.samples import Sample
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import adapter_body
+from serve_app.budgets import Budgets
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.fairness.front_door import FrontDoor
@@ -55,6 +56,7 @@ class Access:
     guard: RouteGuard
     shares: Shares
     limits: TenantLimits
+    budgets: Budgets
     front_door: FrontDoor
     drain: Drain
 
@@ -63,6 +65,7 @@ class Access:
         self.tenants.configure(config.tenants, config.operator_key_sha256, config.aliases)
         self.shares.set_weights(config.cache_shares)
         self.limits.configure(config.tenants)
+        self.budgets.configure(config.tenants, config.prices)
         self.front_door.configure(config.max_queued_requests, BODIES * config.max_body_bytes)
         self.guard.configure(config.allowed_hosts)
 

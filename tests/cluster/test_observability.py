@@ -65,6 +65,13 @@ CASES = {
     ),
     "WarmpathErrors": Case(requests(503, (94, 6), (96, 4))),
     "WarmpathRejecting": Case(requests(429, (88, 12), (92, 8)), (("tenant", "acme"),)),
+    "WarmpathBudget": Case(
+        {
+            'warmpath_tenant_budget_used_ratio{tenant="acme",ingress="i"}': ("0.81x120", "0.79x120"),
+            'warmpath_tenant_budget_used_ratio{tenant="acme",ingress="j"}': ("0.5x120", "0.5x120"),
+        },
+        (("tenant", "acme"),),
+    ),
     "WarmpathQueueLong": Case(
         {
             f'{QUEUE}{{replica="a",ingress="i"}}': ("21000x120", "19000x120"),

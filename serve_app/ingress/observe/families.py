@@ -39,6 +39,8 @@ warmpath_tenant_cached_prompt_tokens_total: ingress tenant
     The part of warmpath_tenant_prompt_tokens_total that was read from the cache, as reported in `usage`.
 warmpath_tenant_written_prompt_tokens_total: ingress tenant
     Prompt tokens computed in whole blocks that stay cached, counted once for all choices of a request.
+warmpath_tenant_budget_used_ratio: ingress tenant
+    The used part of the tenant's budget of this day or month, over all ingresses; of several values the largest is it.
 warmpath_cache_misses_total: ingress tenant reason
     Prompts with a large computed part, by the difference from the tenant's earlier prompts.
 warmpath_cache_missed_tokens_total: ingress tenant reason

@@ -5,7 +5,7 @@ directory, and the delivered ones. Their differences are regret: the price of lo
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -53,6 +53,8 @@ class IngressMetrics(Tally):
     def __init__(self) -> None:
         super().__init__()
         self._expected: set[tuple[str, str]] = set()
+        self.more: list[Callable[[], Iterable[Sample]]] = []
+        """Metrics that others count."""
         self.inter_token_s: defaultdict[str, PlainHistogram] = defaultdict(lambda: PlainHistogram(ITL_BUCKETS_S))
         for name in _WITHOUT_LABELS:
             self.add(name, 0.0)
@@ -101,6 +103,8 @@ class IngressMetrics(Tally):
     def samples(self) -> list[Sample]:
         """Return all metrics as flat samples, to merge with those of other ingresses and replicas."""
         found = [(name, labels, value) for (name, labels), value in self.values.items()]
+        for others in self.more:
+            found += others()
         for tenant, times in self.ttft_s.items():
             cells = times.samples("warmpath_time_to_first_token_seconds", (("tenant", tenant),))
             found += [one for one in cells if one[1][-1][0] != "le" or one[1][-1][1] in _TTFT_BOUNDS]

@@ -67,7 +67,9 @@ async def rollback(request: Request, services: Front) -> Response:
 @router.get("/v1/usage", tags=["usage"])
 @guarded("usage")
 async def usage(request: Request, services: Front) -> Response:
-    """Tokens read from the cache, written and computed; a tenant sees its own.
+    """Tokens read from the cache, written and computed, and budgets; a tenant sees its own. With `prices`, also what
+    they cost (`cost`), how much less than without a cache (`saved`), and after how many reads a written token has paid
+    for itself (`break_even_reads`).
 
     Query: `start_date` and `end_date` (days in UTC; default: the last 30), `format` (json or csv).
     """
@@ -79,8 +81,12 @@ async def usage(request: Request, services: Front) -> Response:
     first_day, last_day = days(query.get("start_date"), query.get("end_date"), datetime.now(UTC).date())
     rows = await services.records.usage.everywhere(first_day, last_day, tenant)
     if wanted == "csv":
-        return Response(usage_csv(rows), media_type="text/csv; charset=utf-8")
-    return json_response(usage_document(first_day, last_day, rows))
+        return Response(usage_csv(rows, services.access.budgets.prices), media_type="text/csv; charset=utf-8")
+    budgets = services.access.budgets
+    document = usage_document(first_day, last_day, rows, budgets.prices)
+    if told := await budgets.told(tenant):
+        document["budgets"] = told
+    return json_response(document)
 
 
 @router.get("/health", tags=["operations"])

@@ -16,6 +16,7 @@ from router.core import RoutingCore
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
+from serve_app.budgets import Budgets
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig, deployment_of
@@ -38,7 +39,7 @@ from serve_app.ingress.observe.reports import SessionList
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
 from serve_app.prompts.registry import PromptTraffic
-from serve_app.stored import StoredResponses, open_database
+from serve_app.stored import StoredObjects, StoredResponses, open_database
 from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.usage import Ledger, Ledgers
@@ -85,6 +86,10 @@ class Several:
         database = open_database(None, Path(self._folder.name) / "responses.sqlite", BOUNDS)
         stored = StoredResponses(database, SECRET, workers, BOUNDS)
         history, ledger = MessageHistory(), Ledger(None, 16)
+        budgets = Budgets(config.tenants, config.prices, StoredObjects(database, SECRET, workers, BOUNDS))
+        ledger.heard.append(budgets.count)
+        limits.checks.append(budgets.check)
+        metrics.more.append(budgets.samples)
         usage = Ledgers.__new__(Ledgers)  # without its regular writes, which need a loop
         usage._ledger, usage._ingresses = ledger, AsyncMock(return_value=[])
         for name, own in config.served().items():
@@ -122,7 +127,7 @@ class Several:
                 own,
                 "app",
                 "ingress",
-                Access(tenants, guard, shares, limits, door, drain),
+                Access(tenants, guard, shares, limits, budgets, door, drain),
                 Catalog(
                     model_body(name, int(time.time()), 4096), checkpoint.tokenizer, preparer, registry,
                     AdapterAdmin(own, registry, AsyncMock(return_value=[]), AsyncMock(), self.models.taken),
