@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--working-set", type=float, default=0.6, help="the prompts' share of all pools together")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--runs", type=int, default=1, help="each with prompts of its own, one after another")
     parser.add_argument("--policies", type=names_of(POLICY_NAMES), default="estimated_ttft,power_of_two,round_robin")
     parser.add_argument("--pulls", type=names_of(MODES), default=",".join(MODES), help="kv_pull: off, on, or both")
     arguments = parser.parse_args()
@@ -49,8 +50,10 @@ def main() -> None:
     for policy, pulls in product(arguments.policies, arguments.pulls):
         name = f"{policy}, pulls {pulls}"
         with server(policy, pulls, arguments) as url:
-            results[name] = asyncio.run(measure(url, name, arguments))
-        print(f"{name}: {json.dumps(results[name])}", file=sys.stderr)  # in case a later one fails
+            for run in range(arguments.runs):
+                row = f"{name}, run {run + 1}" if arguments.runs > 1 else name
+                results[row] = asyncio.run(measure(url, row, arguments, run * arguments.prompts))
+                print(f"{row}: {json.dumps(results[row])}", file=sys.stderr)  # in case a later one fails
     write(arguments.json, vars(arguments), results, summary(results))
 
 
