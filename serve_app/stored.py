@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
@@ -411,8 +412,10 @@ class _Sealed:
         self._secret = secret
         self._workers = workers
         self._bounds = bounds
+        # Most calls derive the names of an owner and a kind again, on the loop that answers requests.
+        self._derived = lru_cache(1024)(self._derive)
 
-    def _derived(self, *fields: str) -> bytes:  # only the last field may hold a NUL
+    def _derive(self, *fields: str) -> bytes:  # only the last field may hold a NUL
         message = "\0".join((self._label, *fields)).encode("utf-8", "surrogatepass")
         return hmac.digest(self._secret, message, "sha256")
 
