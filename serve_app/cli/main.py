@@ -152,10 +152,10 @@ def serve(
             workers=worker or None,
         )
         settings = load()
-        if settings.engine_traits.external:
-            told, unfit = told_by_workers(settings)
-            for sentence in unfit:
-                console.print(f"{sentence}; the others serve", style="yellow")
+        told, unfit = told_by_workers(settings)
+        for sentence in unfit:
+            console.print(f"{sentence}; the others serve", style="yellow")
+        if told:
             load = partial(load, **told)
             settings = load()
         for finding in findings(Look("start", settings, (host, port)), "settings", "port"):

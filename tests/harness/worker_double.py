@@ -45,6 +45,7 @@ class Double:
         self.options = options
         self.pool = PoolModel(options.blocks, options.block_size)
         self.running = 0
+        self.loras: dict[str, str] = {}
         self.publisher = None
         if options.events:
             replay = f"tcp://127.0.0.1:{options.replay}" if options.replay else "inproc://none"
@@ -65,7 +66,8 @@ class Double:
         if self.options.kind == "sglang":
             app.add_routes([get("/server_info", self.info), post("/generate", self.generate)])
         else:
-            app.add_routes([post("/v1/completions", self.complete), post("/v1/load_lora_adapter", self.lora)])
+            app.add_routes([post("/v1/completions", self.complete), post("/v1/load_lora_adapter", self.load)])
+            app.add_routes([post("/v1/unload_lora_adapter", self.unload)])
         return app
 
     @web.middleware
@@ -82,7 +84,10 @@ class Double:
     async def models(self, _: web.Request) -> web.Response:
         owner = self.options.owner or self.options.kind
         card = {"id": self.options.model, "owned_by": owner, "root": self.options.model, "max_model_len": 4096}
-        return web.json_response({"data": [card]})
+        cards = [
+            {"id": name, "owned_by": owner, "root": path, "parent": card["id"]} for name, path in self.loras.items()
+        ]
+        return web.json_response({"data": [card, *cards]})
 
     async def version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": "0.32.0"})
@@ -116,8 +121,15 @@ class Double:
         text = (await request.json())["prompt"] + "?" * self.options.other_tokenizer
         return web.json_response({"tokens": self.tokenizer.encode(text, add_special_tokens=False).ids})
 
-    async def lora(self, request: web.Request) -> web.Response:
-        return web.Response(text=f"loaded {(await request.json())['lora_name']}")
+    async def load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["lora_name"] in self.loras:
+            return web.json_response({"error": {"message": "has already been loaded", "code": 400}}, status=400)
+        self.loras[body["lora_name"]] = body["lora_path"]
+        return web.Response()
+
+    async def unload(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.loras.pop((await request.json())["lora_name"], "") else 404)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -129,6 +141,8 @@ class Double:
         if len(prompt) + most > 4096:
             return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
         lora = body["model"] if body["model"] != self.options.model else None
+        if lora and lora not in self.loras:
+            return web.json_response({"error": {"message": "no such model", "code": 404}}, status=404)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         async for ids, finish, cached in self.run(

@@ -158,6 +158,9 @@ class RemoteEngine(ExternalEngine):
         self._others = (0, 0)
         self._last_first_s = self._heard_s = 0.0
         self._names = _Names()
+        self._loading = asyncio.Lock()
+        self._loaded: dict[str, str] = {}
+        """Keys of the adapters that this worker has under their names."""
 
     @property
     def adapters(self) -> _Names:
@@ -445,6 +448,7 @@ class RemoteEngine(ExternalEngine):
             far.forget()
             self._loop.run_in_executor(None, far.stop)
         self._facts, self._out = None, why
+        self._loaded.clear()
         with self._lock:
             requests = list(self._load.live.values())
         for live in requests:
@@ -563,17 +567,24 @@ class RemoteEngine(ExternalEngine):
         return [tokenizer_of(self.settings.tokenizer).decode(word, skip_special_tokens=False) for word in longer]
 
     async def _ensure_adapter(self, worker: Worker, facts: WorkerFacts, request: EngineRequest) -> None:
-        """Let the server load an adapter that it does not name."""
-        name = AdapterSpec.of_key(request.scope.lora, "").name
-        if name in facts.models:
-            return
-        path = "/load_lora_adapter" if facts.kind == "sglang" else "/v1/load_lora_adapter"
-        body = {"lora_name": name, "lora_path": request.lora_path}
-        async with self._http.post(f"{worker.url}{path}", json=body, timeout=PROBE_TIMEOUT) as answer:
-            if answer.status != 200 and b"already" not in await answer.read():
-                raise ValueError(f"{worker.url} does not load the adapter {name} ({answer.status}): load it there")
-        if self._facts is facts:
-            self._facts = replace(facts, models=facts.models | {name})
+        """Let the server load an adapter that it does not name, or has in an earlier version."""
+        key, spec = request.scope.lora, AdapterSpec.of_key(request.scope.lora, request.lora_path)
+        async with self._loading:
+            named = self._facts is not None and spec.name in self._facts.models
+            if named and self._loaded.setdefault(spec.name, key) == key:
+                return
+            path = f"{worker.url}{'' if facts.kind == 'sglang' else '/v1'}"
+            body = {"lora_name": spec.name, "lora_path": spec.path}
+            if named:
+                async with self._http.post(f"{path}/unload_lora_adapter", json=body, timeout=PROBE_TIMEOUT):
+                    pass
+            async with self._http.post(f"{path}/load_lora_adapter", json=body, timeout=PROBE_TIMEOUT) as answer:
+                if answer.status != 200 and (named or b"already" not in await answer.read()):
+                    told = f"{worker.url} does not load the adapter {spec.name} ({answer.status}): load it there"
+                    raise ValueError(told)
+            self._loaded[spec.name] = key
+            if self._facts is not None:
+                self._facts = replace(self._facts, models=self._facts.models | {spec.name})
 
     def _take(
         self,

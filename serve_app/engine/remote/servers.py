@@ -116,12 +116,17 @@ async def sample_tokens(http: aiohttp.ClientSession, url: str, model: str) -> li
     return told
 
 
-async def check_model(http: aiohttp.ClientSession, url: str, facts: WorkerFacts, settings: RemoteSettings) -> None:
-    """Raise Unfit for a server of another model or tokenizer than this deployment's."""
-    names = {settings.model_name, settings.model}
+def check_name(url: str, facts: WorkerFacts, model_name: str, model: str) -> None:
+    """Raise Unfit for a server of another model than ``model``, a path or hub id, which is called ``model_name``."""
+    names = {model_name, model}
     if not ({facts.model, facts.root} & names or Path(facts.root).name in {Path(name).name for name in names}):
         named = facts.model if facts.root in ("", facts.model) else f"{facts.model} ({facts.root})"
-        raise Unfit(f"{url} serves {named}, not {settings.model_name}: set model, or served_model_name")
+        raise Unfit(f"{url} serves {named}, not {model_name}: set model, or served_model_name")
+
+
+async def check_model(http: aiohttp.ClientSession, url: str, facts: WorkerFacts, settings: RemoteSettings) -> None:
+    """Raise Unfit for a server of another model or tokenizer than this deployment's."""
+    check_name(url, facts, settings.model_name, settings.model)
     if not settings.tokenizer:
         return
     theirs = await sample_tokens(http, url, facts.model)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import numpy as np
 import pytest
 from msgspec import structs
@@ -390,3 +391,25 @@ def test_an_adapter_is_asked_for_by_its_name_and_has_blocks_of_its_own() -> None
         seat.adapters.load(AdapterSpec("poet", "1", "/weights"))
         seat.ask("base")
         assert [seat.ask(name, scope=scope).cached[name] for name in "ab"] == [0, 96]
+
+
+def test_an_adapter_that_is_replaced_is_loaded_anew_at_the_server() -> None:
+    """Under its old name, whose weights its requests would get otherwise. One that the server lost is loaded again."""
+
+    def loaded(server: Process) -> list[str]:
+        return [card["root"] for card in httpx.get(f"{server.url}/v1/models").json()["data"] if card.get("parent")]
+
+    with doubles(1) as (server,), seated(server.entry) as seat:
+        for version, path in (("1", "/first"), ("2", "/second"), ("2", "/second")):
+            seat.fit()
+            seat.adapters.load(AdapterSpec("poet", version, path))
+            asked = request("a", PROMPT, 4, scope=PrefixScope("tiny", f"poet@{version}"))
+            out = Outputs()
+            seat.submit(structs.replace(asked, lora_path=path), out)
+            out.wait(["a"])
+            assert out.finish["a"] == "length", out.errors
+            assert loaded(server) == [path]
+            if version == "2":
+                server.kill()
+                until(lambda: bool(seat.load().out))
+                server.start()
