@@ -100,7 +100,7 @@ Rule = Callable[[RoutingView, int | None], list[Candidate]]
 def estimated_ttft(view: RoutingView, limit: int | None = None) -> list[Candidate]:
     """Rank by work: the tokens ahead of the request, its own uncached tokens, and the delay that it causes to others.
 
-    score = (ahead + own x (1 + behind)) x seconds_per_token.
+    score = (ahead + own x (1 + behind)) x ranked_s, the seconds of a token.
     Only a queue's totals are known: the tokens that no request overtakes, which are ahead, and ``others``, modeled as
     jobs with exponential sizes of mean m = others / jobs. A request of ``own`` tokens, with x = own / m, then runs
     after others x (1 - (1 + x) e^-x) of them and delays jobs x e^-x sequences. A prefill ahead that computes the
