@@ -25,7 +25,8 @@ class Stage:
     ``words``: an answer; it waits before its last word while ``held``, and before its first while ``reading``.
     ``thoughts``: before it; ``ends``: its finish reason. ``bodies``: the chats received. ``busy``: the reason to refuse
     listeners now, with 429. ``mute``: streams send nothing, as if the network were gone. ``sessions``: by key;
-    ``asked_sessions``: the keys of requests for them; ``no_sessions``: 404.
+    ``asked_sessions``: the keys of requests for them; ``no_sessions``: 404. ``models``: by name, whose adapter or alias
+    each is; ``asked_models``: those of streams of events, "" for none.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,8 @@ class Stage:
         self.sessions: dict[str, list[Event]] = {}
         self.asked_sessions: list[str] = []
         self.no_sessions = False
+        self.models = {"demo": "demo"}
+        self.asked_models: list[str] = []
         self.held = threading.Event()
         self.held.set()
         self.reading = threading.Event()
@@ -72,6 +75,7 @@ class Stage:
             return JSONResponse({"error": {"message": self.busy}}, 429, {"retry-after": "1"})
         if "once" in request.query_params:
             return JSONResponse(self.snapshots[key][0])
+        self.asked_models.append(request.query_params.get("model", ""))
         self._loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         for event in self.snapshots[key]:
@@ -104,11 +108,12 @@ class Stage:
             return JSONResponse({"detail": "there are others"}, 404)
         return JSONResponse({"sessions": self.sessions[key]}) if key in self.sessions else REFUSED
 
-    async def models(self, request: Request) -> Response:
+    async def listed(self, request: Request) -> Response:
         """Answer like ``GET /v1/models``."""
         if _key(request) not in self.snapshots:
             return REFUSED
-        return JSONResponse({"object": "list", "data": [{"id": "demo", "object": "model"}]})
+        data = [{"id": name, "object": "model", "root": of, "parent": None} for name, of in self.models.items()]
+        return JSONResponse({"object": "list", "data": data})
 
     async def chat(self, request: Request) -> Response:
         """Answer like a streamed chat; tokens of the previous prompt count as cached."""
@@ -169,7 +174,7 @@ def staged() -> Iterator[tuple[str, Stage]]:
     routes = [
         Route("/", _page),
         Route("/page/{path:path}", _page),
-        Route("/v1/models", stage.models),
+        Route("/v1/models", stage.listed),
         Route("/v1/chat/completions", stage.chat, methods=["POST"]),
         Route("/v1/messages/count_tokens", _count, methods=["POST"]),
         Route("/v1/cache/events", stage.events),

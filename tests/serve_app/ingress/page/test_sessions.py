@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve_app.ingress.page.scene import Event, recording, write
+from tests.serve_app.ingress.page.scene import Event, recording, snapshot, write
 from tests.serve_app.ingress.page.stage import Stage
 from tests.serve_app.ingress.page.test_map import begin
 
@@ -76,6 +76,25 @@ def test_the_table_is_updated_and_requested_only_while_it_is_open(page: Any, sta
     page.locator("#sessions summary").click()
     page.wait_for_function("() => !document.querySelector('#sessions').open")
     assert asked_in_a_minute(page, stage) == 0
+
+
+def test_the_chosen_model_answers_and_its_replicas_are_shown(page: Any, stage: Stage) -> None:
+    """Another name of the same model changes the chat alone; the map, and who is asked, follow a choice of another."""
+    stage.models = {"demo": "demo", "coder": "coder", "gpt-4o": "coder"}
+    stage.sessions[""] = ALL[:1]
+    now_s = begin(page, stage)
+    page.locator("#model option").nth(2).wait_for(state="attached")
+    assert page.locator("#model option").all_text_contents() == list(stage.models)
+    stage.snapshots[""] = [snapshot(now_s, model="coder")]
+    page.locator("#settings summary").click()
+    for number, name in enumerate(("coder", "gpt-4o")):
+        page.locator("#model").select_option(name)
+        page.locator("#model-name", has_text="coder").wait_for()
+        page.get_by_label("Your message").fill("Who are you?")
+        page.get_by_label("Your message").press("Enter")
+        page.locator(".reuse").nth(number).get_by_text("reused:").wait_for()
+        assert stage.bodies[-1]["model"] == name
+        assert stage.asked_models == ["", "coder"]
 
 
 def test_another_key_sees_its_own_sessions_at_once(opened: Any, stage: Stage) -> None:
