@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Iterator
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,6 +59,7 @@ def load_checkpoint_info(path: Path, *, weights: bool = True) -> CheckpointInfo:
             f"{path / 'config.json'} must name architectures, vocab_size and max_position_embeddings; "
             "is it the config of a language model?"
         )
+    eos_token_ids = _eos_token_ids(path, config, text_config)
     return CheckpointInfo(
         path=path,
         fingerprint=weights_fingerprint(path)
@@ -65,8 +67,18 @@ def load_checkpoint_info(path: Path, *, weights: bool = True) -> CheckpointInfo:
         else sha256((path / "config.json").read_bytes()).hexdigest()[:32],
         vocab_size=vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(path, config, text_config),
+        eos_token_ids=eos_token_ids,
+        tokenizer=_tokenizer_fingerprint(path, vocab_size, eos_token_ids),
     )
+
+
+def _tokenizer_fingerprint(path: Path, *facts: object) -> str:
+    """Return what tells tokenizers apart: a digest of the files, and of other facts."""
+    digest = sha256(repr(facts).encode())
+    for name in chain.from_iterable(_TOKENIZER_FILES):
+        if (path / name).is_file():
+            digest.update(name.encode() + sha256((path / name).read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 def _first_size(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:

@@ -95,7 +95,8 @@ class EngineRequest(RoutedRequest, frozen=True, kw_only=True, array_like=True, e
     Serve actor; the generation ends when it dies. ``lora_path``: path of the adapter for a replica that lacks it.
     ``interval_s``: minimum time between two outputs, except the first and the last. ``grammar``: in llguidance's form.
     ``session``: a ``session_key``; ``parent``: of the session that began it; ``final``: it ends with this answer.
-    ``traceparent``: W3C's, of the parent's span. "" stands for none.
+    ``traceparent``: W3C's, of the parent's span. ``tokenizer``: whose ids these are (``CheckpointInfo``). "" stands for
+    none.
 
     From the replica. ``matcher``: this answer's own grammar; where the rules leave no token, the grammar wins.
     ``remote_kv``: KV in transit that the request waits for; it is queued, and counted as waiting, from submission.
@@ -138,6 +139,7 @@ class EngineRequest(RoutedRequest, frozen=True, kw_only=True, array_like=True, e
     charged: bool = False
     system_chars: int = 0
     system_tokens: int = 0
+    tokenizer: str = ""
 
     def __post_init__(self) -> None:
         """Set the fields of ``RoutedRequest`` that follow from others."""
@@ -199,9 +201,13 @@ class Prefilled(NamedTuple):
     cached_tokens: int
 
 
-ErrorKind = Literal["", "too_long", "queue_full", "invalid", "grammar", "failed", "unavailable", "timeout", "rerouted"]
+ErrorKind = Literal[
+    "", "too_long", "queue_full", "invalid", "grammar", "failed", "unavailable", "timeout", "rerouted",
+    "other_model",
+]  # fmt: skip
 """Why a request has no answer, or no more of it. "grammar": its own grammar ended it. "unavailable": another replica
-can continue it. "rerouted": the replica has more load than the router knew."""
+can continue it. "rerouted": the replica has more load than the router knew. "other_model": the replica has another one
+than the ingress, and cannot read the prompt."""
 
 
 class EngineOutput(msgspec.Struct, array_like=True, gc=False):  # one per token
@@ -508,13 +514,17 @@ NO_ADAPTERS, NO_TRANSFER = NoAdapters(), NoTransfer()
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A checkpoint's facts. ``fingerprint``: 32 hex digits, see ``checkpoints.checkpoint.load_checkpoint_info``."""
+    """A checkpoint's facts. ``fingerprint``: 32 hex digits, see ``checkpoints.checkpoint.load_checkpoint_info``.
+
+    ``tokenizer``: equal for models with the same token ids, "" if that is not known.
+    """
 
     path: Path
     fingerprint: str
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -136,6 +136,10 @@ class ReplicaLeaves(ReplicaLost):
     """The replica itself reports that it is leaving."""
 
 
+class ModelReplaced(Overloaded):
+    """The replica has another model than this ingress, under the same name."""
+
+
 class Aborts:
     """Tells replicas about abandoned calls. Used from one event loop.
 
@@ -176,6 +180,8 @@ class Aborts:
                 self._charge(unanswered, prefilled)
 
 
+REPLACED = "The model is being replaced by another one of this name; send the request again."
+
 MAX_ATTEMPTS = 4
 """Losses of one generation before it fails: more replicas that die at once are an outage."""
 
@@ -195,6 +201,7 @@ class Dispatcher:
 
     ``count_retry(after_first_token)`` is called for each retry, ``delivered``, which must be cheap, are for each first
     token, ``left`` for each call abandoned before its answer, or too late for one. ``caller``: the name of this actor.
+    ``starting``: whether replicas are, so that requests may wait for them.
     """
 
     handle: DeploymentHandle
@@ -207,6 +214,7 @@ class Dispatcher:
     tracer: Tracer | None = None
     delivered: Sequence[Delivered] = ()
     left: OnAbandoned | None = None
+    starting: Callable[[], Awaitable[bool]] | None = None
     _ends: set[asyncio.Future[bytes]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -256,6 +264,8 @@ class Dispatcher:
                         output = await call.output()
                         if output.error == "unavailable":
                             raise ReplicaLeaves(output.message)
+                        if output.error == "other_model":
+                            raise ModelReplaced(REPLACED, code="model_starting", retry_after_s=1.0)
                         if output.load is not None:
                             reservation.end(load=output.load)
                             rerouted += 1
@@ -276,8 +286,12 @@ class Dispatcher:
                 # The request was admitted, and its other choices may be running: this one waits for a replica. If
                 # there is none, a client without any tokens gets the error; a client with some could not ask for the
                 # rest.
-                if isinstance(error, Overloaded) and not received:
-                    raise
+                if isinstance(error, Overloaded):
+                    replaced = isinstance(error, ModelReplaced)
+                    if (replaced or not received) and not (self.starting and await self.starting()):
+                        raise
+                    if replaced and reservation.replica_id not in avoid:
+                        avoid = (*avoid, reservation.replica_id)
                 pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(refusals, 10))
                 if time.perf_counter() + pause_s >= generation.deadline_s:
                     raise

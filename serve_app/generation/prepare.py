@@ -223,6 +223,7 @@ class Preparer:
                         final=request.final,
                         expected_tokens=min(request.expected_tokens, sampling.max_tokens),
                         model=request.answering_model,
+                        tokenizer=self.info.tokenizer,
                         charged=choice == 0,
                     )
                 )

@@ -160,7 +160,9 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
     objects: StoredObjects | None = None
     if database is not None:
         objects = StoredObjects(database, secret, store_workers, replace(bounds, max_bytes=config.files_max_bytes))
-    desk = BatchDesk(objects, name, lambda: tenants.by_name) if objects and config.files_max_bytes else None
+    desk: BatchDesk | None = None
+    if objects and config.files_max_bytes:
+        desk = BatchDesk(objects, name, lambda: tenants.by_name, aliases=lambda: tenants.aliases)
     budgets = Budgets(config.tenants, config.prices, objects)
     budgets.start()
     ledger.heard.append(budgets.count)
@@ -239,6 +241,7 @@ async def _make_model(
     dispatcher = Dispatcher(
         replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, common.receiver.inbox,
         tracer, observers.delivered, Aborts(replica, charge).note,
+        None if several is None else partial(several.starting, model),
     )  # fmt: skip
     prompt_traffic = PromptTraffic(partial(prompts.least_tokens, block_size=config.block_size))
     warmer = Warmer(prompts, preparer, tenants, core, dispatcher.generate, model)

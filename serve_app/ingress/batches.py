@@ -1,7 +1,7 @@
 """Batches at this ingress: each line's request goes through its own application, as if its tenant had sent it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +32,16 @@ class ModelGate:
 
 @dataclass(eq=False)
 class BatchDesk:
-    """The tenants' files and batches, and their runner. ``tenants``: those known now, by name."""
+    """The tenants' files and batches, and their runner.
+
+    ``tenants``: those known now, by name; ``aliases``: other names of models.
+    """
 
     objects: StoredObjects
     name: str
     tenants: Callable[[], dict[str, Tenant]]
     gates: list[ModelGate] = field(default_factory=list)
+    aliases: Callable[[], Mapping[str, str]] = dict
     application: ASGIApp | None = None
     files: Files = field(init=False)
     batches: Batches = field(init=False)
@@ -58,6 +62,7 @@ class BatchDesk:
 
     def _quiet(self, tenant: str, model: str) -> bool:
         """Return whether a line for a model may start now: nobody waits there; for an unknown name: anywhere."""
+        model = self.aliases().get(model, model)
         gates = [gate for gate in self.gates if gate.serves(model)] or self.gates
         asking = self.worker.asking
         return all(gate.door.is_quiet(tenant, asking) and gate.waiting() <= asking for gate in gates)

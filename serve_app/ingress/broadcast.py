@@ -91,6 +91,15 @@ class Broadcast:
             await asyncio.sleep(0.5)
 
 
+def is_starting(app_name: str, deployment: str) -> bool:
+    """Return whether replicas of a deployment are starting, and none of them has failed to; blocks."""
+    try:
+        found = serve.status().applications[app_name].deployments[deployment]
+    except (KeyError, RayError, RayServeException):
+        return False
+    return found.status in ("UPDATING", "UPSCALING") and "Traceback" not in found.message
+
+
 def message_of(app_name: str, deployment: str) -> str:
     """Return what Serve says of a deployment, "" for nothing; blocks."""
     try:

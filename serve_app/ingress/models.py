@@ -7,6 +7,7 @@ responses are common to all.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from serve_app.checkpoints.adapter_registry import no_such_model
 from serve_app.config.app import AppConfig
 from serve_app.errors import AuthenticationFailed, Overloaded, RateLimited
 from serve_app.fairness.front_door import Arrival, FrontDoor
-from serve_app.ingress.broadcast import Broadcast, message_of
+from serve_app.ingress.broadcast import Broadcast, is_starting, message_of
 from serve_app.ingress.completions import Chosen
 from serve_app.ingress.observe.metrics import IngressMetrics, with_label
 from serve_app.tenants import Tenant
@@ -32,6 +33,9 @@ BODIES = 8
 
 SAID_S = 5.0
 """The lifetime of a message of Serve."""
+
+STARTING_S = 1.0
+"""The time for which an answer of Serve's counts, while requests wait for a replica."""
 
 DOWN_AGAIN_S = 10.0
 """When to send a request again to a model that this ingress cannot serve."""
@@ -53,6 +57,7 @@ class Models:
     down: dict[str, str] = field(default_factory=dict)
     fallbacks: dict[str, str] = field(init=False)
     _said: dict[str, tuple[float, str]] = field(default_factory=dict)
+    _starting: dict[str, tuple[float, asyncio.Task[bool]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.fallbacks = {name: one.fallback for name, one in self.config.served().items() if one.fallback is not None}
@@ -132,6 +137,15 @@ class Models:
         if name not in self._said or now_s - self._said[name][0] > SAID_S:
             self._said[name] = now_s, await asyncio.to_thread(message_of, *services.deployment)
         return self._said[name][1]
+
+    async def starting(self, name: str) -> bool:
+        """Return whether requests for a model may wait for a replica that starts; all who ask share an answer."""
+        now_s = time.monotonic()
+        asked_s, answer = self._starting.get(name, (-math.inf, None))
+        if answer is None or now_s - asked_s > STARTING_S:
+            answer = asyncio.create_task(asyncio.to_thread(is_starting, *self.served[name].deployment))
+            self._starting[name] = now_s, answer
+        return await asyncio.shield(answer)
 
     def _first_of(self, tenant: Tenant | None) -> Services:
         return next((services for services in self.served.values() if _names(services, tenant)), self.first)

@@ -10,6 +10,7 @@ import platform
 import zlib
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from router.background import run_in_background
 from router.feed import FeedPublisher
 from router.policies import is_outdated
 from router.protocol.autoscaling import SEATS
-from router.protocol.block_hash import PrefixScope
+from router.protocol.block_hash import HASH_BYTES, PrefixScope
 from router.protocol.events import LoadReport, StatsReport, pack_adapters
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
@@ -65,6 +66,9 @@ logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 1024
 """Prompt of the warm-up: long enough that kernels of long prefills are compiled before the first request."""
 
+FROM_ZERO_TOKENS = 64
+"""The same where requests wait for a first replica: they would wait longer for a long one than it saves them."""
+
 
 class Replica:
     """One engine, its prefix cache and its feed, as a Ray Serve replica."""
@@ -85,7 +89,7 @@ class Replica:
         peers = Peers()
         info = await asyncio.to_thread(load_served_model, self._config)
         # While another model takes a name over, ingresses still send requests that were made for the one before.
-        self._only = info.fingerprint if self._live.one_of_several else ""
+        self._only = info if self._live.one_of_several else None
         self._feed = FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address())
         self._ending.push_async_callback(asyncio.to_thread, self._feed.stop)
         self._feed.start()
@@ -114,9 +118,11 @@ class Replica:
         self._engine.start()
         pool = self._config.num_blocks
         room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
-        tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
+        from_zero = not self._config.first_replicas
+        most = FROM_ZERO_TOKENS if from_zero else WARM_UP_TOKENS
+        tokens = min(most, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
         if not self._config.engine_traits.external:  # no strange server is warmed up, and none may be there yet
-            await self._warm_up(max(1, tokens), info.vocab_size)
+            await self._warm_up(max(1, tokens), info.vocab_size, new_tokens=1 if from_zero else 4)
         self._gate = SessionGate(self._engine, self._config)
         self._ending.callback(run_in_background(self._gate.run).cancel)
         await self._lifecycle.join()
@@ -203,8 +209,10 @@ class Replica:
         request_id, decision = request.request_id, request.decision
         if self._running.closed:
             return to_wire(EngineOutput(request_id, error="unavailable", message=STOPPING))
-        if self._only and request.scope.model != self._only:
-            return to_wire(EngineOutput(request_id, error="unavailable", message="this replica has another model"))
+        if self._only is not None and request.scope.model != self._only.fingerprint:
+            if request.tokenizer != self._only.tokenizer or request.scope.lora:
+                return to_wire(EngineOutput(request_id, error="other_model", message="this replica has another model"))
+            request = for_other_weights(request, self._only.fingerprint)
         if decision is not None and decision.queued_tokens is not None and is_outdated(decision, self._engine.load()):
             return to_wire(EngineOutput(request_id, error="rerouted", load=self._load()))
         try:
@@ -302,7 +310,7 @@ class Replica:
             kind = "grammar"
         return EngineOutput(request_id, error=kind, message=str(error))
 
-    async def _warm_up(self, tokens: int, vocab_size: int) -> None:
+    async def _warm_up(self, tokens: int, vocab_size: int, new_tokens: int) -> None:
         """Run one short generation, so that lazy set-up does not delay the first request and rates are known."""
         scope = PrefixScope("warm-up", "", b"")
         request = EngineRequest(
@@ -310,7 +318,7 @@ class Replica:
             token_ids=(np.arange(tokens, dtype=np.int32) % max(1, vocab_size - 1)),
             scope=scope,
             root=scope.root(os.urandom(16)),
-            sampling=SamplingParams(max_tokens=4, temperature=0.0),
+            sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0),
         )
         running = self._running.begin(request, TokenStream())
         try:
@@ -319,7 +327,7 @@ class Replica:
             self._running.forget("warm-up")
             if tokens == 1:
                 raise
-            await self._warm_up(tokens // 2, vocab_size)
+            await self._warm_up(tokens // 2, vocab_size, new_tokens)
             return
         end = await asyncio.wait_for(running.end, 120)
         self._running.forget("warm-up")
@@ -327,3 +335,11 @@ class Replica:
             raise RuntimeError(f"the engine failed its warm-up: {end.message}")
         # Keep the blocks that an earlier process left on disk.
         await asyncio.to_thread(partial(self._engine.reset_prefix_cache, tiers=False))
+
+
+def for_other_weights(request: EngineRequest, fingerprint: str) -> EngineRequest:
+    """Return a request that was made for other weights, for those of ``fingerprint``: it shares no KV with any."""
+    scope = replace(request.scope, model=fingerprint, public_blocks=0)
+    return structs.replace(
+        request, scope=scope, root=os.urandom(HASH_BYTES), block_hashes=b"", store_kv=False, saves=()
+    )

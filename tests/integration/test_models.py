@@ -1,5 +1,6 @@
 """Several models at one address on real Ray Serve: changes of one leave the others, and one comes back from zero."""
 
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from anthropic import Anthropic
 from openai import OpenAI
+from safetensors.numpy import load_file, save_file
 
 from benchmarks.common.prompts import text_of
 from benchmarks.common.random_adapters import make_adapters
@@ -45,12 +48,12 @@ def args_of(*models: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-def deploy(cluster: Cluster, args: dict[str, Any], **live: Any) -> None:
-    """Deploy settings, and ``live`` ones of all deployments."""
+def deploy(cluster: Cluster, args: dict[str, Any], *told: dict[str, Any], **live: Any) -> None:
+    """Deploy settings, and ``live`` ones of all deployments; ``told``: what a file says about other deployments."""
     app = {"name": "warmpath", "route_prefix": "/", "import_path": "serve_app:build_app", "args": args}
     replicas = [{"name": f"Replica-{model['served_model_name']}", "user_config": live} for model in args["models"]]
     ingress = {"name": "Ingress", **SURGE, "user_config": live}
-    cluster.serve("PUT", cluster.config({**app, "deployments": [ingress, *(replicas if live else ())]}))
+    cluster.serve("PUT", cluster.config({**app, "deployments": [ingress, *told, *(replicas if live else ())]}))
 
 
 def health(cluster: Cluster) -> dict[str, Any]:
@@ -81,14 +84,14 @@ def statuses(cluster: Cluster) -> dict[str, str]:
 
 
 @contextmanager
-def load(cluster: Cluster, model: str) -> Iterator[list[int | str]]:
-    """Send requests of two clients to a model; yield the answers' statuses, or errors."""
+def load(cluster: Cluster, model: str, who: str = "zeta") -> Iterator[list[int | str]]:
+    """Send requests of two of a tenant's clients to a model; yield the answers' statuses, or errors."""
     stop, got = threading.Event(), list[int | str]()
 
     def client() -> None:
         while not stop.is_set():
             try:
-                got.append(ask(cluster, model, "zeta").status_code)
+                got.append(ask(cluster, model, who).status_code)
             except httpx.HTTPError as error:
                 got.append(repr(error))
 
@@ -197,31 +200,57 @@ def test_a_model_that_cannot_start_comes_or_goes_leaves_the_others(cluster: Clus
     assert pids(cluster, "simulated-demo") == before
 
 
-def test_a_model_goes_to_zero_and_comes_back_with_what_was_saved(cluster: Cluster, tmp_path: Path) -> None:
-    """All who wait while its first replica starts are answered; the saved prompt comes from the disk."""
+@pytest.mark.parametrize("surge", [0, 100])
+def test_other_weights_take_over_a_name_without_an_error(cluster: Cluster, tmp_path: Path, surge: int) -> None:
+    """Requests wait for the new replica, if the old one stops first; what was made for the old weights is answered."""
+    tuned = shutil.copytree(resolve_model("demo"), tmp_path / "tuned")
+    tensors = load_file(tuned / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"] += np.float32(0.01)
+    save_file(tensors, tuned / "model.safetensors", metadata={"format": "pt"})
+    told = [{"name": "Replica-torch-demo", "max_surge_percent": surge}] if surge else []
+    deploy(cluster, args_of(TORCH, SIMULATED), *told)
+    eventually(lambda: health(cluster)["replicas"] == 2, 300)
+    eventually(lambda: len(pids(cluster, "torch-demo")) == 1)
+    before = pids(cluster, "torch-demo")
+    with load(cluster, "torch-demo", "acme") as got:
+        deploy(cluster, args_of({**TORCH, "model": str(tuned)}, SIMULATED), *told)
+        eventually(lambda: pids(cluster, "torch-demo") not in (before, set()), 300)
+        eventually(lambda: set(statuses(cluster).values()) == {"HEALTHY"}, 300)
+        many = len(got)
+        eventually(lambda: len(got) > many + 10)
+    assert Counter(got).keys() == {200}, Counter(got)
+
+
+@pytest.mark.parametrize("kept", ["disk", "object store"])
+def test_a_model_goes_to_zero_and_comes_back_with_what_was_saved(cluster: Cluster, tmp_path: Path, kept: str) -> None:
+    """All who wait while its first replica starts are answered; saved prompts, a public one too, come from below."""
     scaled = {"min_replicas": 0, "max_replicas": 1, "downscale_delay_s": 10}
-    disk = {"disk_cache_bytes": "256MiB", "disk_cache_dir": str(tmp_path)}
-    zero = {"served_model_name": "zero", "autoscaling": scaled, "num_blocks": 512, **disk}
+    below: dict[str, Any] = {"disk_cache_bytes": "256MiB", "disk_cache_dir": str(tmp_path)}
+    if kept == "object store":
+        below = {"object_cache_url": f"file://{tmp_path}"}
+    clerk = {"name": "clerk", "version": "1", "text": text_of(1000, resolve_model("demo"), 2)}
+    zero = {"served_model_name": "zero", "autoscaling": scaled, "num_blocks": 1024, "public_prompts": [clerk], **below}
     deploy(cluster, args_of(SIMULATED, zero))
     eventually(lambda: health(cluster)["models"]["simulated-demo"]["status"] == "ok", 300)
     assert health(cluster)["models"]["zero"] == {"status": "ok", "replicas": 0}
-    system = text_of(4000, resolve_model("demo"), 1)
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": "Count."}]
+    system = {"role": "system", "content": text_of(4000, resolve_model("demo"), 1)}
 
-    def first(**body: Any) -> int:
-        """Ask from zero, and return the number of cached tokens."""
-        answer = ask(cluster, "zero", messages=messages, max_tokens=1, **body)
+    def cached(*messages: dict[str, str], **body: Any) -> int:
+        """Ask, and return the number of cached tokens."""
+        answer = ask(cluster, "zero", messages=[*messages, *CHAT["messages"]], max_tokens=1, **body)
         assert answer.status_code == 200, answer.text
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    assert first(save_system_prompt_kv_cache=True) == 0
-    ask(cluster, "zero", messages=messages, max_tokens=1)
-    eventually(lambda: health(cluster)["models"]["zero"]["replicas"] == 0, 120)
+    assert cached(system, save_system_prompt_kv_cache=True) == 0
+    assert cached(prompt_ref="clerk@1", save_system_prompt_kv_cache=True) == 0
+    assert cached(system) >= 3900
+    eventually(lambda: health(cluster)["models"]["zero"]["replicas"] == 0, 300)
     got = list[int]()
     threads = [threading.Thread(target=lambda: got.append(ask(cluster, "zero").status_code)) for _ in range(8)]
     for thread in threads:
         thread.start()
-    assert first() >= 3900
+    assert cached(system) >= 3900
+    assert cached(prompt_ref="clerk@1") >= 900
     for thread in threads:
         thread.join()
     assert got == [200] * 8

@@ -44,6 +44,20 @@ def test_the_demo_model_describes_itself(demo_model_path: Path) -> None:
     assert len(info.fingerprint) == 32
 
 
+def test_token_ids_are_the_same_where_only_the_weights_differ(demo_model_path: Path, copy: Path) -> None:
+    """Then another model can read a prompt that was made for this one; with one more token, it cannot."""
+    original = load_checkpoint_info(demo_model_path)
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"] += np.float32(0.01)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    tuned = load_checkpoint_info(copy)
+    assert (tuned.tokenizer, tuned.fingerprint == original.fingerprint) == (original.tokenizer, False)
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "content": "<|new|>", "id": 4095})
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert load_checkpoint_info(copy).tokenizer != original.tokenizer
+
+
 def test_the_fingerprint_is_of_config_and_weights_wherever_they_lie(demo_model_path: Path, copy: Path) -> None:
     """Replicas on different machines share keys; a fine-tune of equal size, or other rope settings, do not."""
     original = load_checkpoint_info(copy).fingerprint

@@ -54,6 +54,48 @@ def test_a_stream_that_has_begun_waits_for_a_replica(error: Exception, monkeypat
     assert handle.after_first_token == [True]
 
 
+OTHER = always(output(error="other_model", message="this replica has another model"))
+
+
+@pytest.mark.parametrize("none_yet", [OTHER, always(NoReplicaLeft("none"))], ids=["another model's", "none"])
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_request_waits_for_a_replica_of_its_model_that_starts(
+    none_yet: Chunks, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often there is none of its own yet; if none starts, the client is told at once to come back."""
+    monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("serve_app.generation.dispatch.MAX_PAUSE_S", 0.002)
+    handle = FakeHandle(at_first(3 * MAX_ATTEMPTS, none_yet))
+
+    async def starting() -> bool:
+        return starts
+
+    handle.dispatcher.starting = starting
+    if starts:
+        assert ids(run(handle)) == whole()
+        assert handle.after_first_token == []
+        return
+    with pytest.raises(Overloaded) as refused:
+        run(handle)
+    assert refused.value.retry_after_s is not None and len(handle.calls) == 1
+
+
+def test_a_begun_answer_goes_on_where_its_model_runs_or_ends_at_once() -> None:
+    """After the loss of its replica, those of another model do not take it: no wait of minutes for what is gone."""
+    for starts in (True, False):
+        handle = FakeHandle(lost_once(2, at_first(1, OTHER), ActorDiedError()))
+
+        async def starting(starts: bool = starts) -> bool:
+            return starts
+
+        handle.dispatcher.starting = starting
+        if starts:
+            assert ids(run(handle)) == whole()
+        else:
+            with pytest.raises(Overloaded):
+                run(handle)
+
+
 BEGUN = lost_once(2, always(NoReplicaLeft("none")), ActorDiedError())
 NONE = always(NoReplicaLeft("there has been no replica for 5 s"))
 

@@ -24,6 +24,7 @@ from serve_app.config.tenants import TenantConfig
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
+from serve_app.ingress.batches import BatchDesk, ModelGate
 from serve_app.stored import StoredObjects, open_database
 from tests.serve_app.ingress.scripted import BOUNDS, PATIENCE_S, Script, scripted
 
@@ -344,6 +345,19 @@ def test_lines_start_only_where_nobody_waits(client: OpenAI, script: Script, mon
     wait(lambda: len(script.asked) > before + 7)
     script.end(6)
     assert until(client, batch).status == "completed"
+
+
+def test_lines_for_an_alias_wait_for_its_model_alone(tmp_path: Path) -> None:
+    """One model is busy. Lines for the other one, by any of its names, start; those of nobody wait for both."""
+    objects = StoredObjects(open_database(None, tmp_path / "db", BOUNDS), b"s" * 32, FairWorkers(Shares({})), BOUNDS)
+
+    def gate(name: str, places: int) -> ModelGate:
+        door = FrontDoor(Shares({}), places=lambda: places, max_waiting=8, max_bytes=1 << 20)
+        return ModelGate(lambda asked: asked == name, door, lambda: 1, lambda: 1 - places)
+
+    desk = BatchDesk(objects, "ingress", dict, [gate("busy", 0), gate("free", 1)], lambda: {"gpt-4o": "free"})
+    told = {name: desk._quiet("acme", name) for name in ("busy", "free", "gpt-4o", "none")}
+    assert told == {"busy": False, "free": True, "gpt-4o": True, "none": False}
 
 
 def test_sizes_are_bounded(client: OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

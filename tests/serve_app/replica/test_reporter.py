@@ -1,6 +1,7 @@
 """A replica tells its load when it changes and no more often, sends requests on, makes engines, loads adapters."""
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,10 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import (
     AdapterError,
     AdapterSpec,
+    CheckpointInfo,
     EngineOutput,
     EngineRequest,
+    Save,
     UnknownAdapter,
     output_of_wire,
 )
@@ -121,11 +124,13 @@ class Begun(Exception):
     """The replica took the request."""
 
 
-def asked(decision: Decision | None, only: str = "") -> EngineOutput:
-    """Ask a replica with ``LOAD`` and return its first chunk. Raises Begun if it takes the request."""
+def asked(
+    decision: Decision | None, only: CheckpointInfo | None = None, request: EngineRequest = REQUEST
+) -> EngineOutput:
+    """Ask a replica with ``LOAD`` and return its first chunk. Raises Begun, with the request, if it takes that."""
 
-    def begin(*_: Any) -> None:
-        raise Begun
+    def begin(request: EngineRequest, _: Any) -> None:
+        raise Begun(request)
 
     replica: Any = SimpleNamespace(
         _replica_id="me",
@@ -139,14 +144,34 @@ def asked(decision: Decision | None, only: str = "") -> EngineOutput:
     )
 
     replica._load = partial(Replica._load, replica)
-    return output_of_wire(asyncio.run(Replica.generate(replica, structs.replace(REQUEST, decision=decision))))
+    return output_of_wire(asyncio.run(Replica.generate(replica, structs.replace(request, decision=decision))))
 
 
-def test_a_replica_of_one_of_several_models_refuses_what_was_made_for_another() -> None:
-    """While a model takes another one's name over, an ingress may still have the other one's tokenizer."""
-    assert asked(None, only="another").error == "unavailable"
-    with pytest.raises(Begun):
-        asked(None, only=REQUEST.scope.model)
+def test_a_replica_of_one_of_several_models_reads_what_was_made_for_other_weights() -> None:
+    """Under its name, by an ingress of the time before: without any KV, as neither may have the other's.
+
+    With another tokenizer, or an adapter, it cannot: the prompt's ids would mean other words.
+    """
+    own = CheckpointInfo(Path(), REQUEST.scope.model, 8, 8, (), "ids")
+    other = replace(REQUEST.scope, model="another", public_blocks=1)
+    made = structs.replace(
+        REQUEST, scope=other, tokenizer="ids", block_hashes=b"h" * 16, saves=(Save(b"", 1),), root=b"r" * 32
+    )
+    assert asked(None, own, structs.replace(made, tokenizer="others")).error == "other_model"
+    adapted = structs.replace(made, scope=replace(other, lora="pirate"))
+    assert asked(None, own, adapted).error == "other_model"
+    with pytest.raises(Begun) as begun:
+        asked(None, own)
+    assert begun.value.args[0].store_kv and begun.value.args[0].scope == REQUEST.scope
+    roots = set()
+    for _ in range(2):
+        with pytest.raises(Begun) as begun:
+            asked(None, own, made)
+        taken = begun.value.args[0]
+        assert (taken.scope, taken.block_hashes, taken.saves) == (REQUEST.scope, b"", ()) and not taken.store_kv
+        assert taken.token_ids.tolist() == made.token_ids.tolist()
+        roots.add(taken.root)
+    assert len(roots) == 2 and all(len(root) == 16 for root in roots)
 
 
 def test_old_news_is_answered_with_the_load() -> None:
