@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.errors import InvalidRequest, WarmpathError
+from serve_app.errors import InvalidRequest, ModelNotFound, WarmpathError
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.event_stream import LiveEventStream
 from serve_app.ingress.routes.handler import Front, guarded
@@ -86,6 +86,8 @@ async def events(request: Request, services: Front) -> Response:
     viewer = services.access.guard.viewer(request)
     if viewer is not None:
         services.access.guard.tenant(request)  # stored for the counters
+        if services.several is not None and not services.models(request):
+            raise ModelNotFound("This key has no models here (GET /v1/models).", param="model")
     once = request.query_params.get("once", "false")
     if once not in ("true", "false"):
         raise InvalidRequest("once must be true or false.", param="once")

@@ -197,7 +197,8 @@ def test_usage_metrics_and_explanations_name_the_model(checkpoint: Checkpoint) -
 
 
 def test_a_model_that_cannot_be_served_is_a_503_for_its_tenants_alone(checkpoint: Checkpoint) -> None:
-    config = config_of("m0", "m1", tenants=tenants(acme=None, zeta=["m1"]), operator_key_sha256=[digest(OPERATOR)])
+    listed = tenants(acme=None, zeta=["m1"], globex=["m0"])
+    config = config_of("m0", "m1", tenants=listed, operator_key_sha256=[digest(OPERATOR)])
 
     async def ask() -> None:
         several = Several(checkpoint, config)
@@ -217,6 +218,9 @@ def test_a_model_that_cannot_be_served_is_a_503_for_its_tenants_alone(checkpoint
         health = (await several.ask("/health", key=OPERATOR)).json()
         assert health["models"]["m0"] == {"status": "down", "replicas": 0, "why": "/models/m0 has no config.json"}
         assert "models" not in (await several.ask("/health", key=key_of("acme"))).json()
+        for tenant, status in ("acme", 200), ("zeta", 200), ("globex", 404):  # who has the down one alone sees no other
+            answer = await several.ask("/v1/cache/events?once=true", key=key_of(tenant))
+            assert (answer.status_code, "m1" in answer.text) == (status, status == 200), answer.text
 
     asyncio.run(ask())
 
