@@ -255,7 +255,8 @@ class Replica:
 
     async def __del__(self) -> None:
         """Stop the engine after the last request; Serve awaits this before it ends the process."""
-        self._running.closed = True
+        if hasattr(self, "_running"):  # not where it was stopped at its start
+            self._running.closed = True
         await self._ending.aclose()
 
     async def _configure(self, config: AppConfig) -> None:

@@ -1,6 +1,7 @@
 """A replica tells its load when it changes and no more often, sends requests on, makes engines, loads adapters."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -172,6 +173,16 @@ def test_a_replica_of_one_of_several_models_reads_what_was_made_for_other_weight
         assert taken.token_ids.tolist() == made.token_ids.tolist()
         roots.add(taken.root)
     assert len(roots) == 2 and all(len(root) == 16 for root in roots)
+
+
+async def test_a_replica_that_is_stopped_at_its_start_ends_what_it_has_begun() -> None:
+    """Its engine's threads and its slot of the disk, although it never took a request."""
+    ended: list[str] = []
+    ending = AsyncExitStack()
+    ending.callback(ended.append, "engine")
+    stopped: Any = SimpleNamespace(_ending=ending)
+    await Replica.__del__(stopped)
+    assert ended == ["engine"]
 
 
 def test_old_news_is_answered_with_the_load() -> None:
