@@ -1,0 +1,83 @@
+"""Loops of agents' clients of today, recorded: no request is refused, and each turn keeps the prompt before it."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.protocol.block_hash import TokenArray, common_tokens
+from serve_app.api.anthropic.request import parse_messages
+from serve_app.api.openai.request import parse_chat
+from serve_app.api.openai.responses.request import parse_response_request
+from serve_app.api.request import ChatRequest
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.generation.prepare import Limits, Preparer
+from serve_app.tenants import Tenant, Tenants
+from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.clients.shapes import requests_of
+from tests.serve_app.tool_templates.families import family
+
+RECORDED = Path(__file__).parents[2] / "clients/requests"
+BLOCK = 16
+SECRET = b"s" * 32
+
+
+@pytest.fixture(scope="module")
+def preparer(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Preparer:
+    path = family("hermes", demo_model_path, tmp_path_factory.mktemp("turns") / "hermes")
+    info, tokenizer = load_checkpoint_info(path), PromptTokenizer(path)
+    return Preparer(info, tokenizer, Tenants([], SECRET), SECRET, AdapterRegistry("demo"), Limits(1 << 20, 64))
+
+
+def either(body: bytes) -> ChatRequest:
+    return parse_response_request(body) if "input" in json.loads(body) else parse_chat(body)
+
+
+def breaks(preparer: Preparer, requests: list[ChatRequest]) -> dict[int, float]:
+    """Return the turns that lose blocks of the earlier prompt that they are nearest to, and the part that they keep."""
+    found: dict[int, float] = {}
+    prompts: list[TokenArray] = []
+    for number, request in enumerate(requests):
+        ids = asyncio.run(preparer.token_ids(request, Tenant("t")))
+        common, _, before = max(
+            ((common_tokens(ids, one) // BLOCK, at, one) for at, one in enumerate(prompts)), default=(0, 0, ids[:0])
+        )
+        whole = len(before) // BLOCK
+        if whole - common > 1:  # its last block has the beginning of an answer
+            found[number] = round(common / whole, 1)
+        prompts.append(ids)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("client", "parse", "ignored", "broken"),
+    [
+        ("claude_code_2.1.332", parse_messages, [], [4, 18]),
+        (
+            "codex_0.171.0",
+            parse_response_request,
+            ["tools[].external_web_access", "tools[].web_search"],
+            [3, 16, 17, 18, 19, 20, 22],
+        ),
+        ("qwen_code_0.24.4", parse_chat, [], [4, 17]),
+        ("openai_agents_0.24.0", either, [], [3, 20, 23, 24]),
+    ],
+)
+def test_each_turn_keeps_the_prompt_before_it(
+    client: str, parse: Callable[[bytes], ChatRequest], ignored: list[str], broken: list[int], preparer: Preparer
+) -> None:
+    """Except a sub-agent's first, the first after a compaction, and what the page of agents names."""
+    requests = [parse(json.dumps(body).encode()) for _, body in requests_of(RECORDED / f"{client}.json")]
+    assert len(requests) >= 15
+    assert {field.told for request in requests for field in request.unknown} == {*ignored}
+    assert [*breaks(preparer, requests)] == broken
+
+
+def test_without_its_rules_a_tool_that_is_found_breaks_the_prefix(preparer: Preparer) -> None:
+    """Claude Code loads tools in the middle of a conversation, into the list that templates show first."""
+    bodies: list[Any] = [json.dumps(body).encode() for _, body in requests_of(RECORDED / "claude_code_2.1.332.json")]
+    assert breaks(preparer, [parse_messages(body, follow_rules=False) for body in bodies[10:12]])[1] < 0.5
