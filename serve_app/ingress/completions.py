@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.protocol.block_hash import TokenArray
+from serve_app.api.agent_rules import by_rules
 from serve_app.api.format import AnswerFormat, AnswerHead
 from serve_app.api.openai.tokens import parse_detokenize
 from serve_app.api.request import (
@@ -201,6 +202,8 @@ class Completions:
             await read(form.read)
             await form.go_on(self.config.max_body_bytes - len(body), arrival.grow)
         wanted = await read(parse)
+        if self.config.agent_prompt_rules and isinstance(wanted, ChatRequest):
+            wanted = by_rules(wanted)
         chosen, name, note = self._chosen(wanted.model, wanted.lora_name, tenant, arrival)
         if name != wanted.model:
             wanted = replace(wanted, model=name)

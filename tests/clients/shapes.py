@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 SHORTER = 8
-_TAGS = re.compile(r"\s*(</?[a-z_-]{1,40}>\s*)+|x-anthropic-billing-header:.*", re.S)
+_TAGS = re.compile(r"\s*(</?[a-z_-]{1,40}>\s*)+|x-anthropic-billing-header:.*|```\w*\n?", re.S)
+_OPENINGS = re.compile(r"Git snapshot at conversation start\.|git:")
+"""The beginnings of lines that a rule looks for."""
 _KEPT = frozenset(
     {
-        "type", "role", "name", "id", "call_id", "tool_use_id", "tool_call_id", "tool_name", "namespace", "model", "ttl",
-        "status", "summary", "encrypted_content", "effort", "tool_choice", "display", "keep", "clear_at", "signature",
-        "include", "user_id", "phase", "prompt_cache_key",
+        "type", "role", "name", "id", "call_id", "tool_use_id", "tool_call_id", "tool_name", "namespace", "model",
+        "ttl", "status", "summary", "encrypted_content", "effort", "tool_choice", "display", "keep", "clear_at",
+        "signature", "include", "user_id", "phase", "prompt_cache_key",
     }
 )  # fmt: skip
 """Fields whose values are no words of the client's."""
@@ -28,10 +30,13 @@ _WHOLE = ("input_schema", "parameters")
 
 
 class Shapes:
-    """Collects the parts of requests: ``lines``, as lengths, and ``values``, as JSON with numbers for texts."""
+    """Collects the parts of requests: ``lines``, as lengths, and ``values``, as JSON with numbers for texts.
+
+    A line may also be a tag, or what it begins with and its length.
+    """
 
     def __init__(self) -> None:
-        self.lines: list[int | str] = []
+        self.lines: list[int | str | list[Any]] = []
         self.values: list[Any] = []
         self._known: dict[str, int] = {}
 
@@ -60,11 +65,12 @@ class Shapes:
         return self._text(value)
 
     def _text(self, text: str) -> dict[str, list[int]]:
-        lines = (line if _TAGS.fullmatch(line) else (line, len(line)) for line in text.splitlines(keepends=True))
-        return {"lines": [self._line(line) for line in lines]}
+        return {"lines": [self._line(line) for line in text.splitlines(keepends=True)]}
 
-    def _line(self, line: str | tuple[str, int]) -> int:
-        return self._number(line if isinstance(line, str) else line[1], self.lines, repr(line))
+    def _line(self, line: str) -> int:
+        opening = _OPENINGS.match(line)
+        shape = line if _TAGS.fullmatch(line) else [opening[0], len(line)] if opening else len(line)
+        return self._number(shape, self.lines, repr(line))
 
     def _number(self, value: Any, table: list[Any], key: str = "") -> int:
         key = f"{id(table)}{key or json.dumps(value)}"
@@ -82,9 +88,10 @@ def requests_of(file: Path) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
         size = shapes["lines"][number]
         if isinstance(size, str):
             return size
+        opening, size = size if isinstance(size, list) else ("", size)
         made = random.Random(number)
         letters = (made.choice("etaoinshrdlu    ") for _ in range(max(1, size // SHORTER)))
-        return f"{number} {''.join(letters)}\n"
+        return f"{opening}{number} {''.join(letters)}\n"
 
     def whole(value: Any) -> Any:
         if isinstance(value, list):

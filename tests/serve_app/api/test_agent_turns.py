@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from router.protocol.block_hash import TokenArray, common_tokens
+from serve_app.api.agent_rules import by_rules
 from serve_app.api.anthropic.request import parse_messages
 from serve_app.api.openai.request import parse_chat
 from serve_app.api.openai.responses.request import parse_response_request
@@ -37,12 +38,12 @@ def either(body: bytes) -> ChatRequest:
     return parse_response_request(body) if "input" in json.loads(body) else parse_chat(body)
 
 
-def breaks(preparer: Preparer, requests: list[ChatRequest]) -> dict[int, float]:
+def breaks(preparer: Preparer, requests: list[ChatRequest], *, rules: bool = True) -> dict[int, float]:
     """Return the turns that lose blocks of the earlier prompt that they are nearest to, and the part that they keep."""
     found: dict[int, float] = {}
     prompts: list[TokenArray] = []
     for number, request in enumerate(requests):
-        ids = asyncio.run(preparer.token_ids(request, Tenant("t")))
+        ids = asyncio.run(preparer.token_ids(by_rules(request) if rules else request, Tenant("t")))
         common, _, before = max(
             ((common_tokens(ids, one) // BLOCK, at, one) for at, one in enumerate(prompts)), default=(0, 0, ids[:0])
         )
@@ -63,7 +64,7 @@ def breaks(preparer: Preparer, requests: list[ChatRequest]) -> dict[int, float]:
             ["tools[].external_web_access", "tools[].web_search"],
             [3, 16, 17, 18, 19, 20, 22],
         ),
-        ("qwen_code_0.24.4", parse_chat, [], [4, 17]),
+        ("qwen_code_0.24.4", parse_chat, [], [4, 17]),  # a change in git, behind system prompt and tools
         ("openai_agents_0.24.0", either, [], [3, 20, 23, 24]),
     ],
 )
@@ -75,6 +76,32 @@ def test_each_turn_keeps_the_prompt_before_it(
     assert len(requests) >= 15
     assert {field.told for request in requests for field in request.unknown} == {*ignored}
     assert [*breaks(preparer, requests)] == broken
+
+
+def test_a_resumed_conversation_keeps_what_is_before_a_change_in_git(preparer: Preparer) -> None:
+    """Qwen Code tells the state in the middle of its system prompt, before which templates have little."""
+    bodies: list[Any] = [json.dumps(body).encode() for _, body in requests_of(RECORDED / "qwen_code_0.24.4.json")]
+    turns = [parse_chat(body) for body in bodies[16:18]]
+    assert breaks(preparer, turns, rules=False)[1] < 0.5 < 0.7 <= breaks(preparer, turns)[1]
+    (plain, ruled) = turns[0], by_rules(turns[0])
+    assert ruled.prompt_rules == ("git_snapshot",)
+    words = [" ".join(str(message["content"]) for message in one.messages).split() for one in (plain, ruled)]
+    assert sorted(words[0]) == sorted(words[1])
+
+
+def test_marks_move_with_the_words_that_they_follow() -> None:
+    """A mark in the system prompt covers what is left there; one without a snapshot stays as it is."""
+    snapshot = "Git snapshot at conversation start. Frozen.\n```text\ngit: Status:\n```\n\n"
+    mark = {"type": "ephemeral"}
+    system = [{"type": "text", "text": f"Be brief.\n{snapshot}Be kind.", "cache_control": mark}]
+    user = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": mark}]}
+    body = {"model": "m", "max_tokens": 5, "system": system, "messages": [user]}
+    request = by_rules(parse_messages(json.dumps(body).encode()))
+    assert [message["content"] for message in request.messages] == ["Be brief.\nBe kind.", f"Hi\n\n{snapshot.rstrip()}"]
+    first, second = request.breakpoints
+    assert first.messages == request.messages[:1] and second.messages == request.messages
+    other = parse_messages(json.dumps({**body, "system": "Be brief."}).encode())
+    assert by_rules(other) is other
 
 
 def test_without_its_rules_a_tool_that_is_found_breaks_the_prefix(preparer: Preparer) -> None:

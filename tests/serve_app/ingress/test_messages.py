@@ -168,3 +168,22 @@ def test_errors_are_the_clients_own(anthropic_client: Anthropic, script: Script)
     both = {"x-api-key": "one", "authorization": "Bearer two"}
     refused = httpx.post(url, headers=both, json={})
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_the_answer_names_the_rules_for_its_prompt(hermes: tuple[str, Script], script: Script) -> None:
+    """In every API, and in counts of tokens; without one, there is no header."""
+    script.text = "Yes."
+    snapshot = "Git snapshot at conversation start. Frozen.\n```text\ngit: Status:\n```\n"
+    line = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1;"}
+    system = {"role": "system", "content": f"Be brief.\n{snapshot}Be kind."}
+    for path, fields, rules in (
+        ("messages", {"max_tokens": 5, "system": [line], "messages": HI}, "billing_line"),
+        ("messages/count_tokens", {"system": [line], "messages": HI}, "billing_line"),
+        ("messages", {"max_tokens": 5, "messages": HI, "stream": True}, None),
+        ("chat/completions", {"messages": [system, *HI], "stream": True}, "git_snapshot"),
+        ("responses", {"instructions": system["content"], "input": "Hi", "store": False}, "git_snapshot"),
+    ):
+        answer = httpx.post(f"{hermes[0]}/v1/{path}", json={"model": "demo", **fields}, timeout=60)
+        assert answer.status_code == 200
+        assert answer.headers.get("x-warmpath-prompt-rules") == rules
+    assert script.prompt().index("Be kind.") < script.prompt().index("Hi") < script.prompt().index("Git snapshot")
