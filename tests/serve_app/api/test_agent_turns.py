@@ -65,6 +65,7 @@ def breaks(preparer: Preparer, requests: list[ChatRequest], *, rules: bool = Tru
             [3, 16, 17, 18, 19, 20, 22],
         ),
         ("qwen_code_0.24.4", parse_chat, [], [4, 17]),  # a change in git, behind system prompt and tools
+        ("opencode_1.18.33", parse_chat, [], [1, 5, 20, 21]),
         ("openai_agents_0.24.0", either, [], [3, 20, 23, 24]),
     ],
 )
