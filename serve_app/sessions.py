@@ -21,7 +21,7 @@ from math import inf
 from typing import Literal, NamedTuple, Protocol
 
 from router.protocol.block_hash import HASH_BYTES
-from router.protocol.samples import Histogram, Sample
+from router.protocol.samples import Histogram, Sample, faded
 from serve_app.fairness.levels import Levels
 from serve_app.fairness.rate_limits import Allowance, TenantLimits, limit_reached
 
@@ -57,7 +57,8 @@ class Session:
     first; ``name``: given by the client; ``gone``: it has not returned within the longest hold; ``closing``: its
     client closed it while its request runs; ``left``: it is no longer live, however long others' pauses turn out to be.
     ``system_tokens``: of its system prompt, which others may share. ``parent``: the name of the session that began it;
-    ``expected_tokens``: of the answer that runs, as the client guesses.
+    ``expected_tokens``: of the answer that runs, as the client guesses. ``served_tokens``: computed for it, as of
+    ``served_s``.
     """
 
     tenant: str
@@ -76,6 +77,16 @@ class Session:
     system_tokens: int = 0
     parent: str = ""
     expected_tokens: int = 0
+    served_tokens: float = 0.0
+    served_s: float = 0.0
+
+    def served(self, now_s: float) -> float:
+        """Return the tokens that were computed for it; older ones count less."""
+        return faded(self.served_tokens, self.served_s, now_s)
+
+    def serve(self, tokens: int, now_s: float) -> None:
+        """Count tokens that are computed for it."""
+        self.served_tokens, self.served_s = self.served(now_s) + tokens, now_s
 
     @property
     def own_tokens(self) -> int:
@@ -216,6 +227,8 @@ class Sessions:
             self._returns["hit" if kept else "missed"] += 1
         else:
             session = Session(tenant, name, cached_tokens, now_s, now_s)
+            for above in [other for other in own.sessions if parent and other.name == parent][-1:]:
+                session.serve(int(above.served(now_s)), now_s)  # one job has one service
         own.sessions.append(session)
         session.running, session.left, session.turns = request_id, False, session.turns + 1
         session.mark(chain)
@@ -312,6 +325,12 @@ class Sessions:
         """
         self._settle()
         return Counter({tenant: self._tenants[tenant].held_tokens for tenant in self._live})
+
+    def paused(self, tenant: str) -> list[tuple[Session, int]]:
+        """Return a tenant's sessions that will soon return, with the tokens that ``held`` counts for each."""
+        self._settle()
+        live = self._tenants[tenant].live if tenant in self._live else {}
+        return [(session, tokens) for session, (_, tokens) in live.items() if not session.running]
 
     def next_end_s(self, tenant: str | None = None) -> float:
         """Return the time at which the next paused session, of one tenant or of all, is no longer live, or infinity."""

@@ -5,12 +5,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from math import inf
+from operator import mul
 from random import Random
+from statistics import fmean
 
 from benchmarks.common.agent_sessions import (
     AWAKE_S,
     AgentSession,
+    AgentStream,
+    AgentTurn,
     job_figures,
     job_s,
     random_arrivals,
@@ -63,6 +68,46 @@ def _ideal_s(session: AgentSession, settings: ClusterSettings, longest_pause_s: 
     return job_s(session, answer_s, longest_pause_s)
 
 
+LONG, SHORT, SPAN_S = 20, 100, 1500.0
+"""Sessions of one tenant: long ones of 60 turns begin in the first minute, short ones of 5 turns during the span."""
+
+
+def make_long_and_short(settings: ClusterSettings, long: int = LONG, short: int = SHORT) -> SimulatedLoad:
+    """Return made sessions. Each begins with 60,000 or 40,000 tokens, and 3,000 more a turn, 10 s after an answer."""
+    rng, ids, size = Random(settings.seed), count(), settings.block_size
+
+    def session(turns: int, tokens: int) -> AgentSession:
+        made: list[AgentTurn] = []
+        hashes = [*opening, *(next(ids) for _ in range(tokens // size - len(opening)))]
+        for turn in range(turns):
+            pause_s, known = (rng.expovariate(0.1), made[-1].prompt_tokens) if turn else (0.0, 0)
+            made.append(AgentTurn(len(hashes) * size, rng.randrange(50, 400), pause_s, tuple(hashes), known))
+            hashes += (next(ids) for _ in range(max(1, int(rng.expovariate(size / 3000)))))
+        return AgentSession((AgentStream(tuple(made)),), len(opening) * size)
+
+    opening = [next(ids) for _ in range(16)]
+    chosen = [*(session(60, 60_000) for _ in range(long)), *(session(5, 40_000) for _ in range(short))]
+    arrivals_s = [*(rng.uniform(0.0, 60.0) for _ in range(long)), *(rng.uniform(60.0, SPAN_S) for _ in range(short))]
+    ideal_s = [_ideal_s(one, settings) for one in chosen]
+    traced = requests_of(chosen, 1)
+    requests = dict(zip(traced, prepare(list(traced.values()), size), strict=True))
+    most = [one.streams[0].turns[-1].prompt_tokens for one in chosen]
+    at_once = sum(most[:long]) + sum(map(mul, most[long:], ideal_s[long:])) / SPAN_S
+    return SimulatedLoad(chosen, arrivals_s, requests, ideal_s, round(at_once / size))
+
+
+def simulate_long_and_short(settings: ClusterSettings, pools: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Return the job times of all, of short and of long sessions, by pool, each a part of the working set."""
+    load, found = make_long_and_short(settings), {}
+    for pool in pools:
+        blocks = round(pool * load.working_set_blocks / settings.replicas)
+        agents = Agents(Cluster(replace(settings, blocks=blocks), CONTENDERS["warmpath"]), load)
+        row = agents.run()
+        jobs = agents.slowdowns()
+        found[f"warmpath, pool {pool:g}"] = {**row, "short": fmean(jobs[LONG:]), "long": fmean(jobs[:LONG])}
+    return found
+
+
 class Agents:
     """Runs a load on a cluster, once. ``closes``: clients name each stream of a session, and close it at its end."""
 
@@ -82,11 +127,12 @@ class Agents:
             clock.at(arrival_s, partial(self._send, number, 0, 0))
         clock.run()
         assert len(self._cluster.outcome.ttft_s) == len(self._load.requests), "some requests had no answer"
-        slowdowns = [
-            (self._ended_s[number] - self._began_s[number]) / ideal_s
-            for number, ideal_s in enumerate(self._load.ideal_s)
-        ]
-        return {**self._cluster.outcome.summary(), **job_figures(slowdowns)}
+        return {**self._cluster.outcome.summary(), **job_figures(self.slowdowns())}
+
+    def slowdowns(self) -> list[float]:
+        """Return the job times of all sessions, each divided by its ideal one."""
+        ideal_s = enumerate(self._load.ideal_s)
+        return [(self._ended_s[number] - self._began_s[number]) / ideal for number, ideal in ideal_s]
 
     def _send(self, session: int, stream: int, turn: int) -> None:
         now_s = self._cluster.clock.now_s
@@ -143,4 +189,5 @@ def agents_summary(results: dict[str, dict[str, float]]) -> str:
 
 
 def _line(row: dict[str, float]) -> str:
-    return f"{row['job_time_mean']:.2f} (p90 {row['job_time_p90']:.2f}), {row['hit_rate']:.1%}"
+    kinds = "".join(f", {kind} {row[kind]:.2f}" for kind in ("short", "long") if kind in row)
+    return f"{row['job_time_mean']:.2f} (p90 {row['job_time_p90']:.2f}{kinds}), {row['hit_rate']:.1%}"

@@ -2,7 +2,8 @@
 
 The routers and the replicas' cache index are the real code; a forward is a cost model. Baselines run on replicas that
 serve first come, first served. Then every policy runs with and without our replica order and pulls. `--trace agents`
-runs sessions of coding agents in a closed loop, by job time (best with `--replicas 2`).
+runs sessions of coding agents in a closed loop, by job time (best with `--replicas 2`), `--trace long_and_short` those
+of one tenant, 20 long and 100 short ones.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from itertools import product
 
 from benchmarks.common.report import parser_of, write
 from benchmarks.common.trace import add_trace_flags, chosen_trace
-from benchmarks.simulation.agents import agents_summary, simulate_agents
+from benchmarks.simulation.agents import agents_summary, simulate_agents, simulate_long_and_short
 from benchmarks.simulation.cluster import Cluster, unlimited
 from benchmarks.simulation.front_door import RAY_PREFIX
 from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
@@ -22,7 +23,7 @@ from serve_app.checkpoints.reuse import TraceRequest
 
 CONTENDING = (*POLICY_NAMES, RAY_PREFIX)
 UNLIMITED = "unlimited_cache"
-AGENTS = "agents"
+AGENTS, LONG_AND_SHORT = "agents", "long_and_short"
 
 
 def contenders(policies: list[str], *, pull: bool, parts: bool) -> dict[str, Contender]:
@@ -119,8 +120,11 @@ def main() -> None:
         speed=options.speed,
         seed=options.seed,
     )
-    if options.trace == AGENTS:
-        found = simulate_agents(settings, options.pools, options.sessions, options.running, options.tenants)
+    if options.trace in (AGENTS, LONG_AND_SHORT):
+        if options.trace == AGENTS:
+            found = simulate_agents(settings, options.pools, options.sessions, options.running, options.tenants)
+        else:
+            found = simulate_long_and_short(settings, options.pools)
         write(options.json, vars(options), found, agents_summary(found))
         return
     runs = contenders(options.policies, pull=options.pull, parts=options.parts)

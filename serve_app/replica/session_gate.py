@@ -12,10 +12,12 @@ recomputes the blocks that the previous one evicted. Not thread-safe.
 import asyncio
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from itertools import accumulate
 from typing import Any
 
 from router.protocol.samples import WAIT_BUCKETS_S, Histogram, Sample
@@ -30,14 +32,19 @@ SMALL_PART = 64
 """Requests that need less than this part of the pool never wait. They are the turns of active conversations."""
 
 AGING_SHARE = 0.1
-"""Shortest prefill first, but no request is overtaken by one that arrives after ten times its own computing time."""
+"""Least served session first, but no request is overtaken by one that arrives after ten times the computing time of
+what its session was served, this request included."""
+
+MUCH = 4.0
+"""A paused session that was served this many times as much keeps no other one of its tenant waiting: short sessions
+pass long ones, and sessions alike do not evict each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     session: Session
     arrival_s: float
-    needed_tokens: int
+    served_tokens: float
     cached_tokens: Callable[[], int]
 
 
@@ -62,10 +69,12 @@ class Admission:
 
         Call ``admitted`` at once, because there may be space. ``cached_tokens``: returns its prompt's cached tokens.
         """
+        now_s = self.clock()
+        session.serve(needed_tokens, now_s)
         if not self.wait_s or needed_tokens * SMALL_PART <= self.pool_tokens or 2 * needed_tokens <= session.tokens:
             return False
         self.sessions.set_waiting(session, waits=True)
-        self._waiting[session.running] = _Waiting(session, self.clock(), needed_tokens, cached_tokens)
+        self._waiting[session.running] = _Waiting(session, now_s, session.served(now_s), cached_tokens)
         return True
 
     @property
@@ -92,7 +101,7 @@ class Admission:
         tenants = held.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
         share = {tenant: room * self.shares.fraction(tenant, among=tenants) for tenant in tenants}
         aging = AGING_SHARE * pace
-        turns = {name: waiting.arrival_s + waiting.needed_tokens / aging for name, waiting in self._waiting.items()}
+        turns = {name: waiting.arrival_s + waiting.served_tokens / aging for name, waiting in self._waiting.items()}
         named = {(one.session.tenant, one.session.name): turns[name] for name, one in self._waiting.items()}
 
         def turn(item: tuple[str, _Waiting]) -> tuple[float, bool]:
@@ -103,6 +112,7 @@ class Admission:
 
         line = sorted(self._waiting.items(), key=turn)
         started: list[str] = []
+        paused = {one: self._paused(one) for one in {waiting.session.tenant for waiting in self._waiting.values()}}
         for request_id, waiting in sorted(
             line, key=lambda item: held[item[1].session.tenant] / self.shares.weight(item[1].session.tenant)
         ):
@@ -110,8 +120,10 @@ class Admission:
             if session.turns == 1:  # another request may have computed the same prompt
                 session.shared_tokens = max(session.shared_tokens, waiting.cached_tokens())
             tenant, tokens = session.tenant, session.own_tokens
+            services, sums = paused[tenant]
+            passed = sums[bisect_right(services, MUCH * session.served(now_s))]
             # Not ``verdict``: within its share it also takes the space of others' sessions that wait for their return.
-            fits = held_tokens + tokens <= room or held[tenant] + tokens <= share[tenant]
+            fits = held_tokens - passed + tokens <= room or held[tenant] - passed + tokens <= share[tenant]
             if fits or not held or idle_s >= tokens / pace or waiting.arrival_s + self.wait_s <= now_s:
                 idle_s = 0.0
                 started.append(request_id)
@@ -121,6 +133,13 @@ class Admission:
                 self.sessions.set_waiting(session, waits=False)
                 del self._waiting[request_id]
         return started
+
+    def _paused(self, tenant: str) -> tuple[list[float], list[int]]:
+        """Return the services of a tenant's paused sessions, ascending; and the tokens of those from each one on."""
+        now_s = self.clock()
+        found = sorted((session.served(now_s), tokens) for session, tokens in self.sessions.paused(tenant))
+        sums = [*accumulate((tokens for _, tokens in reversed(found)), initial=0)]
+        return [served for served, _ in found], sums[::-1]
 
     def samples(self) -> Iterator[Sample]:
         """Yield the histogram of waiting times, under its own name too, which boards have."""

@@ -1,9 +1,12 @@
 """Agents' sessions: their form in the trace, and their closed loop."""
 
+from dataclasses import replace
+from statistics import fmean
+
 import pytest
 
 from benchmarks.common.agent_sessions import AgentSession, read_sessions
-from benchmarks.simulation.agents import CONTENDERS, Agents, make_load
+from benchmarks.simulation.agents import CONTENDERS, Agents, make_load, make_long_and_short
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.settings import ClusterSettings
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS
@@ -42,3 +45,16 @@ def test_sessions_that_do_not_fit_take_longer(sessions: list[AgentSession]) -> N
         Agents(Cluster(settings, CONTENDERS[name]), load).run()["job_time_mean"] for name in ("warmpath", "first_come")
     )
     assert 1.0 < ours <= first_come
+
+
+def test_short_sessions_pass_long_ones_of_their_tenant() -> None:
+    """In half of the pool that they need, they take half as long as first come, first served, at the most."""
+    settings = ClusterSettings(replicas=1)
+    load = make_long_and_short(settings, long=4, short=8)
+    settings = replace(settings, blocks=load.working_set_blocks // 2)
+    short = []
+    for name in ("warmpath", "first_come"):
+        agents = Agents(Cluster(settings, CONTENDERS[name]), load)
+        agents.run()
+        short.append(fmean(agents.slowdowns()[4:]))
+    assert 1.0 < short[0] < 0.5 * short[1]

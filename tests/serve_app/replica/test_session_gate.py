@@ -1,6 +1,7 @@
 """Sessions before a real engine: contexts that would evict live ones wait in its queue, and may end there."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,9 +32,7 @@ class Bench:
         self.gate = SessionGate(engine, config, clock=self.clock)
         self.told = Collector()
 
-    def submit(
-        self, name: str, ids: TokenArray, session: str = "", system_tokens: int = 0, *, final: bool = False
-    ) -> bool:
+    def submit(self, name: str, ids: TokenArray, session: str = "", system_tokens: int = 0, **more: Any) -> bool:
         """Submit a request as a replica does; return whether it waits for space."""
         item: EngineRequest = request(name, ids, 4)
         item = structs.replace(
@@ -41,7 +40,7 @@ class Bench:
             block_hashes=hash_blocks(item.root, item.token_ids, 16),
             session=session,
             system_tokens=system_tokens,
-            final=final,
+            **more,
         )
         held = self.gate.begin(item)
         self.engine.submit(structs.replace(item, remote_kv=held), self.told)
@@ -198,3 +197,25 @@ async def test_an_unstored_request_is_no_session(bench: Bench) -> None:
         assert bench.gate.begin(item) is None
         bench.gate.end(name, 4)
     assert bench.gate.sessions.all() == []
+
+
+async def test_a_tenant_that_lies_in_every_hint_takes_nothing_from_another(make_engine: MakeEngine) -> None:
+    """Its sessions never close, have parents in a circle, end with each answer, and promise endless ones."""
+    bench = Bench(make_engine(num_blocks=POOL_BLOCKS))
+    bench.engine.set_tenant_shares({"polite": 1.0, "liar": 1.0})
+    bench.gate.set_shares({"polite": 1.0, "liar": 1.0})
+    turn = prompt(160)
+    for number in range(60):
+        lies: dict[str, Any] = {"parent": str((number + 1) % 60), "expected_tokens": 4, "final": number % 2 == 0}
+        bench.submit(f"l{number}", other(number, 300), str(number), tenant="liar", **lies)
+        if number % 6 == 0:
+            turn = np.concatenate([turn, other(100 + number, 16)])
+            assert not bench.submit(f"p{number}", turn, "own", tenant="polite"), "it waits for nobody's lies"
+            await bench.ended(f"p{number}")
+            if number:
+                assert bench.told.cached[f"p{number}"] >= len(turn) - 32, "all that its last turn left"
+        bench.clock.now_s += 5.0
+        for name in [name for name in bench.told.finish if name.startswith("l")]:
+            bench.gate.end(name, 4)
+    assert len(bench.gate.sessions.all("polite")) == 1
+    assert len(bench.gate.sessions.all("liar")) <= 60

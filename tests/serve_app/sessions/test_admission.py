@@ -1,9 +1,13 @@
 """Laws of admission by session: bounded waiting, no waiting with space, and none within a tenant's share."""
 
-from hypothesis import given, settings
+from itertools import combinations
+from math import exp, isclose
+
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from serve_app.replica.session_gate import SMALL_PART, Admission
+from router.protocol.samples import HEAT_MEMORY_S
+from serve_app.replica.session_gate import AGING_SHARE, MUCH, SMALL_PART, Admission
 from serve_app.sessions import Sessions
 from tests.serve_app.sessions.test_sessions import SIZE, Clock, chain
 
@@ -27,11 +31,12 @@ class Bench:
         self.made = 0
         self.cached_tokens = 0
 
-    def arrive(self, tokens: int, tenant: str = "a", name: str = "", parent: str = "") -> str:
-        """Start a new session; return its request."""
+    def arrive(self, tokens: int, tenant: str = "a", name: str = "", parent: str = "", again: str = "") -> str:
+        """Start a new session, or go on with that of the request ``again``, of which nothing is cached any more."""
         request_id = str(self.made)
         self.made += 1
-        session = self.sessions.begin(request_id, tenant, chain((f"{request_id}-", 20)), tokens, 0, name, parent=parent)
+        text = again or request_id
+        session = self.sessions.begin(request_id, tenant, chain((f"{text}-", 20)), tokens, 0, name, parent=parent)
         self.admission.waits(session, tokens, lambda: self.cached_tokens)
         return request_id
 
@@ -68,7 +73,7 @@ def test_an_idle_replica_waits_for_no_return_longer_than_a_context_takes_to_comp
 
 
 def test_a_session_gives_way_to_the_one_that_began_it() -> None:
-    """Among those that wait, a shorter context starts first, but not before its parent's; a liar's neither."""
+    """Among those that wait, the least served starts first, but a child has its parent's service; so has a liar."""
     bench = Bench(wait_s=10_000.0, pace=1000.0)
     first = bench.arrive(60_000)
     assert bench.admission.admitted() == [first]
@@ -81,7 +86,7 @@ def test_a_session_gives_way_to_the_one_that_began_it() -> None:
         bench.clock.now_s += 1000.0
         (first,) = bench.admission.admitted()
         started.append(first)
-    assert started == [strange, *loop, root, child]
+    assert started == [strange, root, child, *reversed(loop)]
 
 
 def test_nobody_waits_where_the_pool_is_free_nor_for_little_nor_without_a_wait() -> None:
@@ -150,6 +155,15 @@ def test_laws(data: st.DataObject) -> None:
         live = running | {name for name, at in ended.items() if at + 120.0 > bench.clock.now_s}
         return sum(arrivals[name][1] for name in live if tenant in (None, arrivals[name][0]))
 
+    def passed(name: str) -> int:
+        """The contexts of its tenant that pause and have had much more service."""
+        tenant, service = arrivals[name][0], served(*arrivals[name][1:])
+        own = [arrivals[other] for other, at in ended.items() if at + 120.0 > bench.clock.now_s]
+        return sum(one[1] for one in own if one[0] == tenant and served(*one[1:]) > MUCH * service)
+
+    def served(tokens: int, arrival_s: float) -> float:
+        return tokens * exp((arrival_s - bench.clock.now_s) / HEAT_MEMORY_S)
+
     for _ in range(data.draw(st.integers(1, 30))):
         action = data.draw(st.sampled_from(["arrive", "end", "pause"]))
         if action == "arrive":
@@ -177,6 +191,8 @@ def test_laws(data: st.DataObject) -> None:
             may = (
                 held() + tokens <= POOL
                 or held(tenant) + tokens <= POOL / len(tenants)
+                or held() - passed(name) + tokens <= POOL
+                or held(tenant) - passed(name) + tokens <= POOL / len(tenants)
                 or not before
                 or arrival_s + WAIT_S <= bench.clock.now_s
             )
@@ -186,8 +202,85 @@ def test_laws(data: st.DataObject) -> None:
         for name in waiting:
             tenant, tokens, arrival_s = arrivals[name]
             assert arrival_s + WAIT_S > bench.clock.now_s, "nobody waits for longer"
-            assert held() + tokens > POOL, "nobody waits while the pool is free"
+            assert held() - passed(name) + tokens > POOL, "nobody waits while others of its kind leave room"
         if waiting:
             assert bench.admission.look_again_s() > bench.clock.now_s
     bench.clock.now_s += 1000.0
     assert set(bench.admission.admitted()) == waiting
+
+
+def test_a_short_session_passes_long_ones_that_pause() -> None:
+    """Not one alike, nor one that runs; a long one waits for the short one's place when it returns without its KV."""
+    bench = Bench(wait_s=1000.0, pace=10.0)
+    long = bench.arrive(60_000)
+    assert bench.admission.admitted() == [long]
+    short = bench.arrive(10_000)
+    assert bench.admission.admitted() == [], "one that runs holds its blocks"
+    bench.end(long)
+    alike = bench.arrive(40_000)
+    assert bench.admission.admitted() == [short]
+    back = bench.arrive(62_000, again=long)
+    assert bench.admission.admitted() == [alike], "it waited for the return"
+    for request in (short, alike):
+        bench.end(request)
+    assert bench.admission.admitted() == []
+    bench.clock.now_s = 999.0
+    assert bench.admission.admitted() == [back], "with time, every session starts"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_turns_inside_a_tenant_are_by_service(data: st.DataObject) -> None:
+    """Each start agrees with a ledger of everything that was computed, read anew each time; nobody starves.
+
+    A session waits only behind those that run, those that pause with at most ``MUCH`` times its service, and those
+    that came before it or were served less. It starts after ``WAIT_S`` in any case.
+    """
+    bench = Bench()
+    ledger: dict[str, list[tuple[float, int]]] = {}
+    sizes: dict[str, int] = {}
+    ended: dict[str, float] = {}
+    running: dict[str, str] = {}
+    waiting: dict[str, tuple[str, float, float]] = {}
+
+    def served(name: str) -> float:
+        return sum(tokens * exp((at - bench.clock.now_s) / HEAT_MEMORY_S) for at, tokens in ledger[name])
+
+    def expected() -> list[str]:
+        """The requests that may start now, in their order."""
+        live = {name: sizes[name] for name in running.values()}
+        paused = {name: sizes[name] for name, at in ended.items() if at + 120.0 > bench.clock.now_s}
+        started = []
+        near = [(served(other), MUCH * served(name)) for other in paused for name, _, _ in waiting.values()]
+        near += combinations((turn_s for _, _, turn_s in waiting.values()), 2)
+        assume(all(one == other or not isclose(one, other) for one, other in near))  # rounding decides
+        for request, (name, since_s, _) in sorted(waiting.items(), key=lambda one: one[1][2]):
+            behind = [tokens for other, tokens in paused.items() if served(other) <= MUCH * served(name)]
+            fits = sum(live.values()) + sum(behind) + sizes[name] <= POOL
+            if fits or not (live or paused) or since_s + WAIT_S <= bench.clock.now_s:
+                started.append(request)
+                live[name] = sizes[name]
+        return started
+
+    for _ in range(data.draw(st.integers(1, 25))):
+        action = data.draw(st.sampled_from(["arrive", "return", "end", "pause"]))
+        now_s, tokens = bench.clock.now_s, 2 * data.draw(st.integers(501, POOL // 2)) - 1
+        if action == "arrive" or (action == "return" and ended):
+            again = data.draw(st.sampled_from(sorted(ended))) if action == "return" else ""
+            request = bench.arrive(tokens, again=again)
+            name = again or request
+            ended.pop(name, None)
+            sizes[name] = tokens
+            ledger.setdefault(name, []).append((now_s, tokens))
+            waiting[request] = name, now_s, now_s + served(name) / AGING_SHARE
+        elif action == "end" and running:
+            request = data.draw(st.sampled_from(sorted(running)))
+            bench.end(request)
+            ended[running.pop(request)] = now_s
+        else:
+            bench.clock.now_s += data.draw(st.floats(0.0, 60.0))
+        right = expected()
+        assert bench.admission.admitted() == right
+        for request in right:
+            running[request] = waiting.pop(request)[0]
+        assert all(since_s + WAIT_S > bench.clock.now_s for _, since_s, _ in waiting.values())

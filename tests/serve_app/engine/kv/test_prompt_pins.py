@@ -156,6 +156,18 @@ def test_a_tenants_breakpoints_are_bounded_and_its_saves_are_not(make_simulated:
     assert run(engine, saving("save", 2, key=b"other")).saves["save"] == "saved"
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_marked_prefix_survives_a_flood_of_its_own_tenant(make_simulated: MakeSimulated, marked: bool) -> None:
+    """Between two reads come three times the pool of unmarked prompts; without the mark nothing is left."""
+    engine = make_simulated(GatedRunner(), num_blocks=64, max_num_batched_tokens=600, pin_budget_blocks=16)
+    reads = []
+    for number in range(20):
+        read = keeping(f"r{number}", number, 96) if marked else asking(f"r{number}", number)
+        reads.append(run(engine, read).cached[read.request_id])
+        run(engine, *(request(f"f{number}.{i}", prompt(200, 1000 + 20 * number + i), 1) for i in range(16)))
+    assert reads[0] == 0 and set(reads[1:]) == {96 if marked else 0}
+
+
 def test_other_tenants_take_effect_in_a_running_engine(make_simulated: MakeSimulated) -> None:
     """A removed tenant keeps no save, and a new one has a share of budget, pool and queue. (docs: cluster)"""
     engine = make_simulated(
