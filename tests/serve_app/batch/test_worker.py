@@ -17,9 +17,12 @@ from serve_app.batch import worker
 from serve_app.batch.batches import LineResult, StoredBatch
 from serve_app.batch.worker import BatchWorker, Said
 from serve_app.errors import NotFound, Overloaded
+from tests.serve_app.batch import kills
 from tests.serve_app.batch.kills import LINES, TENANTS, ended, judged, opened, submitted
 
 KILLS = 40
+FEW = 40
+"""Lines of a batch, where more would only take longer."""
 
 
 async def until(met: Callable[[], Awaitable[bool]]) -> None:
@@ -231,6 +234,7 @@ def test_a_batch_behind_another_ends_when_it_is_cancelled_or_expires(tmp_path: P
 def test_a_store_that_is_busy_for_a_while_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines in progress are not asked for again."""
     monkeypatch.setattr(worker, "TICK_S", 0.01)
+    monkeypatch.setattr(kills, "LINES", FEW)
 
     async def run() -> None:
         file, asked = tmp_path / "f", Counter[bytes]()
@@ -256,19 +260,22 @@ def test_a_store_that_is_busy_for_a_while_ends_no_run(tmp_path: Path, monkeypatc
 
         async def done() -> bool:
             return (
-                len(await opened(file, None).done(TENANTS[0], await batches.get(TENANTS[0], next(iter(made))))) == LINES
+                len(await opened(file, None).done(TENANTS[0], await batches.get(TENANTS[0], next(iter(made))))) == FEW
             )
 
         await until(done)
         await one.stop()
-        assert set(asked.values()) == {1} and len(asked) == LINES
+        assert set(asked.values()) == {1} and len(asked) == FEW
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("part", [0.4, 0.6])
-def test_a_batch_that_is_late_waits_for_nobody_with_one_line(part: float, tmp_path: Path) -> None:
+def test_a_batch_that_is_late_waits_for_nobody_with_one_line(
+    part: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From half of its time on, with more lines than time left; before, it starts nothing beside others. docs: batch"""
+    monkeypatch.setattr(kills, "LINES", FEW)
 
     async def run() -> None:
         (batch_id,) = await submitted(tmp_path / "f", None, TENANTS[:1])
@@ -300,10 +307,10 @@ def test_a_batch_that_is_late_waits_for_nobody_with_one_line(part: float, tmp_pa
         await until(lambda: asyncio.sleep(0, looks >= 10))
         if part > 0.5:
             # On time again: most of its lines have a result.
-            await until(lambda: asyncio.sleep(0, len(waited) >= LINES * part))
+            await until(lambda: asyncio.sleep(0, len(waited) >= FEW * part))
             looks = 0
             await until(lambda: asyncio.sleep(0, looks >= 20))
-            assert (most, {*waited}) == (1, {False}) and len(waited) <= LINES * part + 2
+            assert (most, {*waited}) == (1, {False}) and len(waited) <= FEW * part + 2
         else:
             assert not waited
         await one.stop()
@@ -311,8 +318,9 @@ def test_a_batch_that_is_late_waits_for_nobody_with_one_line(part: float, tmp_pa
     asyncio.run(run())
 
 
-def test_the_last_try_of_a_line_waits_for_nobody(tmp_path: Path) -> None:
+def test_the_last_try_of_a_line_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have failed because others let it wait for too long."""
+    monkeypatch.setattr(kills, "LINES", FEW)
 
     async def run() -> None:
         await submitted(tmp_path / "f", None, TENANTS[:1])
@@ -320,12 +328,12 @@ def test_the_last_try_of_a_line_waits_for_nobody(tmp_path: Path) -> None:
 
         async def ask(tenant: str, path: str, body: bytes, request_id: str, waits: bool) -> Said:
             tries.setdefault(body, []).append(waits)
-            return Said(500 if b" 100" in body and waits else 200, b"{}")
+            return Said(500 if b" 30" in body and waits else 200, b"{}")
 
         one = BatchWorker(opened(tmp_path / "f", None), "one", ask, bool, lambda *_: True, lambda: 8, lambda: 2)
         one.start()
         await until(lambda: ended(tmp_path / "f", None))
         await one.stop()
-        assert Counter(map(tuple, tries.values())) == {(True,): LINES - 1, (True, True, False): 1}
+        assert Counter(map(tuple, tries.values())) == {(True,): FEW - 1, (True, True, False): 1}
 
     asyncio.run(run())
