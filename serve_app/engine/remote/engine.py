@@ -299,8 +299,10 @@ class RemoteEngine(ExternalEngine):
                 await self._take_seat()
                 if self._worker is not None:
                     missed = await self._look(self._worker, missed)
-            except Exception:
+            except Exception as error:
                 logger.exception("looking after a worker failed")
+                if self._facts is None:  # no thread may go on that follows a worker half tried
+                    self._leave(f"looking after a worker failed: {type(error).__name__}")
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._looks.wait()

@@ -413,3 +413,26 @@ def test_an_adapter_that_is_replaced_is_loaded_anew_at_the_server() -> None:
                 server.kill()
                 until(lambda: bool(seat.load().out))
                 server.start()
+
+
+def test_a_trial_that_fails_in_an_unforeseen_way_leaves_nobody_who_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each new trial would add a thread that tells routers of the same server's blocks."""
+    left = 3
+
+    async def failing(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left:
+            raise RuntimeError
+
+    monkeypatch.setattr(remote, "LOOK_S", 0.05)
+    with doubles(1) as (server,):
+        seat = Seat(server.entry)
+        monkeypatch.setattr(seat, "_trial", failing)
+        seat.start()
+        try:
+            until(lambda: "RuntimeError" in seat.load().out)
+            seat.fit()
+            until(lambda: sum(each.name == "vllm-events" for each in threading.enumerate()) == 1)
+        finally:
+            seat.stop()
