@@ -89,6 +89,11 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
             "pipeline_parallel_size: vLLM's CPU build gives a stage its buffers while it warms up compiled code; leave "
             "enforce_eager and adapters out, or use tensor_parallel_size"
         )
+    if on_cpu and config.tensor_parallel_size > 1 and config.engine_args.get("enable_expert_parallel"):
+        found.append(
+            "engine_args.enable_expert_parallel: in vLLM's CPU build a rank that has only some experts crashes at its "
+            "first token; leave it out"
+        )
     if not on_cpu and config.dtype == "float32" and (config.lora_adapters or config.allow_runtime_lora):
         found.append(
             "dtype: on a GPU vLLM's kernels for adapters compute in float16 or bfloat16; set dtype: bfloat16, or leave "

@@ -139,3 +139,12 @@ def test_ranks_share_experts_on_gpus_alone(fields: dict[str, Any]) -> None:
     (sentence,) = refused_model(fields, config, on_cpu=True)
     assert "exchange the tokens of their experts" in sentence
     assert refused_model(fields, config, on_cpu=False) == refused_model({}, config, on_cpu=True) == []
+
+
+def test_whole_experts_on_each_rank_need_gpus() -> None:
+    """vLLM's kernel for experts on a CPU ends the process; one rank has all of them anyway."""
+    config = AppConfig(engine="vllm", tensor_parallel_size=2, engine_args={"enable_expert_parallel": True})
+    (sentence,) = refused_settings(config, on_cpu=True)
+    assert sentence.startswith("engine_args.enable_expert_parallel:")
+    alone = config.model_copy(update={"tensor_parallel_size": 1})
+    assert refused_settings(config, on_cpu=False) == refused_settings(alone, on_cpu=True) == []
