@@ -157,7 +157,7 @@ class RequestFields:
     ``service_tier`` and, within a tier, ``priority`` order the tenant's own requests. ``session``: the client's name
     for the request's session, "" for none; ``parent``: for the session that began it; ``final``: it ends with this
     answer. ``expected_tokens``: of the answer, as the client guesses, 0 for no guess. ``prompt_rules``: the rules for
-    agents' clients by which the prompt differs from what was sent.
+    agents' clients by which the prompt differs from what was sent; ``rules_off``: those that the settings switch off.
     """
 
     prompt_field: ClassVar[str]
@@ -210,6 +210,7 @@ class RequestFields:
     final: bool = False
     expected_tokens: int = 0
     prompt_rules: tuple[str, ...] = ()
+    rules_off: tuple[str, ...] = ()
     unknown: tuple[UnknownField, ...] = ()
 
     @property

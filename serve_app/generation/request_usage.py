@@ -43,6 +43,7 @@ class RequestUsage:
 
     def __init__(self, request: GenerateRequest, generations: list[EngineRequest]) -> None:
         self._choices = request.n
+        self._rules_off = request.rules_off
         self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: request.n])
         self._completion_tokens = 0
         self._cached_tokens = self._reasoning_tokens = self.written_tokens = 0
@@ -73,7 +74,11 @@ class RequestUsage:
         if self.miss is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(MISS_WAIT_S):
-                    self._cache_miss = (await asyncio.shield(self.miss)).shown()
+                    shown = (await asyncio.shield(self.miss)).shown()
+                    if self._rules_off and shown["first_difference"] is not None:
+                        said = f"Set agent_prompt_rules: {', '.join(self._rules_off)} may keep this prefix."
+                        shown = {**shown, "remedy": f"{said} {shown['remedy']}"}
+                    self._cache_miss = shown
 
     def total(self) -> Usage:
         """Return the current usage."""

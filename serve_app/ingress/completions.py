@@ -202,8 +202,10 @@ class Completions:
             await read(form.read)
             await form.go_on(self.config.max_body_bytes - len(body), arrival.grow)
         wanted = await read(parse)
-        if self.config.agent_prompt_rules and isinstance(wanted, ChatRequest):
-            wanted = by_rules(wanted)
+        if isinstance(wanted, ChatRequest):
+            ruled = by_rules(wanted)
+            off = (*wanted.rules_off, *ruled.prompt_rules)
+            wanted = ruled if self.config.agent_prompt_rules else replace(wanted, rules_off=off)
         chosen, name, note = self._chosen(wanted.model, wanted.lora_name, tenant, arrival)
         if name != wanted.model:
             wanted = replace(wanted, model=name)

@@ -1,28 +1,21 @@
-"""A proxy on loopback that records what clients send to a server, and a scripted model for long loops."""
+"""A proxy on loopback that records what clients send: `python -m tests.clients.recorder http://HOST:PORT RECORD`."""
 
 import json
-import re
+import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from router.protocol.block_hash import HASH_BYTES
-from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken
-from serve_app.generation.answer import TakeOutput
-from tests.serve_app.generation.outputs import output
-from tests.serve_app.ingress.scripted import Script
-
 _HOP = {"host", "content-length", "connection", "transfer-encoding", "accept-encoding"}
-SUMMARY = re.compile(r"detailed summary|handoff summary|state_snapshot|summary of (the|our|this) conversation", re.I)
-STEP = re.compile(r"(\w+)-step-(\d+)")
 
 
 @dataclass
@@ -71,40 +64,11 @@ class Recorder:
         return StreamingResponse(parts(), answer.status_code, headers=kept)
 
 
-@dataclass
-class Director(Script):
-    """A model that follows plans: ``plans[task]`` are its answers in order, after ``task-step-0``, ``-1``, ...
+def main() -> None:
+    """Serve on port 8001."""
+    url, file = sys.argv[1:]
+    uvicorn.run(Recorder(url, Path(file)).application(), port=8001)
 
-    It reads the first task and the task's highest step in the prompt. A prompt without a task gets ``other``, one that
-    asks for a summary, by its last characters, the task and its step. It caches every block of prompts and answers.
-    """
 
-    plans: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    other: str = "A title"
-    blocks: set[bytes] = field(default_factory=set)
-
-    async def generate(
-        self, generation: EngineRequest, *, take: TakeOutput | None = None
-    ) -> AsyncGenerator[EngineOutput, None]:
-        self.asked.append(generation)
-        ids = self.tokenizer.encode(self.text_after(self.prompt()), b"r" * 16).token_ids.tolist()
-        whole = self.tokenizer.encode_ids([*generation.token_ids.tolist(), *ids], generation.root)
-        chain = [whole.block_hashes[at : at + HASH_BYTES] for at in range(0, len(whole.block_hashes), HASH_BYTES)]
-        own = (len(generation.token_ids) - 1) // self.tokenizer.block_size
-        found = next((number for number, block in enumerate(chain[:own]) if block not in self.blocks), own)
-        self.blocks.update(chain)
-        first = FirstToken(found * self.tokenizer.block_size)
-        for at in range(0, len(ids), 8):
-            yield output(tuple(ids[at : at + 8]), None if at else first, "stop" if at + 8 >= len(ids) else None)
-
-    def text_after(self, prompt: str) -> str:
-        """Return the answer to a prompt."""
-        steps = STEP.findall(prompt)
-        task = next((task for task, _ in steps if task in self.plans), None)
-        if task is None:
-            return self.other
-        step = max(int(number) for name, number in steps if name == task)
-        if SUMMARY.search(prompt.rsplit("<|im_start|>user", 1)[-1]):
-            return f"<summary>The work goes on: {task}-step-{step}.</summary>"
-        plan = self.plans[task]
-        return plan[step] if step < len(plan) else "All is done."
+if __name__ == "__main__":
+    main()

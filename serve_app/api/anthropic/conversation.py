@@ -33,8 +33,8 @@ class ConversationReader:
     """Reads a conversation by blocks: tools, then the system prompt, then messages. Methods raise InvalidRequest.
 
     ``breakpoints``: the ends of prefixes to keep in the KV cache. ``ignored``: paths of unread fields. ``rules``: the
-    prompt rules that applied; ``follow_rules`` False: none. ``later``: tools that the model first sees where the
-    conversation names them. ``removed``: tools that it may no longer call.
+    prompt rules for what is there; ``follow_rules`` False: none is followed. ``later``: tools that the model first sees
+    where the conversation names them. ``removed``: tools that it may no longer call.
     """
 
     def __init__(self, later: Mapping[str, Tool] = MappingProxyType({}), *, follow_rules: bool = True) -> None:
@@ -66,9 +66,10 @@ class ConversationReader:
             if _kind(block, path) != "text":
                 raise InvalidRequest(f"{path} must be a text block.", param=path)
             # A first block that differs would keep conversations from sharing the KV of the following ones.
-            if self._follow_rules and not index and str(block.get("text")).startswith(BILLING):
+            billing = not index and str(block.get("text")).startswith(BILLING)
+            if billing:
                 self.rules.add("billing_line")
-            else:
+            if not (billing and self._follow_rules):
                 self._add_text(block, path)
         self._join()
 

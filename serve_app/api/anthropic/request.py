@@ -159,8 +159,11 @@ class CountTokensBody(JsonBody):
         ``follow_rules``: change prompts by the rules for agents' clients (`agent_prompt_rules`).
         """
         added = _tools_in(self.messages)
-        deferred = {tool.name: tool for tool in self.tools if tool.defer_loading and follow_rules}
-        later = {tool.name: tool.function().for_template() for tool in (*deferred.values(), *added.values())}
+        deferred = {tool.name: tool for tool in self.tools if tool.defer_loading}
+        later = {
+            tool.name: tool.function().for_template()
+            for tool in (*(deferred.values() if follow_rules else ()), *added.values())
+        }
         read = ConversationReader(later, follow_rules=follow_rules)
         if deferred:
             read.rules.add("deferred_tools")
@@ -188,7 +191,8 @@ class CountTokensBody(JsonBody):
             messages=tuple(read.messages),
             breakpoints=tuple(read.breakpoints),
             tool_use=replace(use, later=frozenset(later)) if use else use,
-            prompt_rules=tuple(sorted(read.rules)),
+            prompt_rules=tuple(sorted(read.rules)) if follow_rules else (),
+            rules_off=() if follow_rules else tuple(sorted(read.rules)),
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
             thinking=thinking_switches(effort),

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import uvicorn
@@ -136,9 +136,6 @@ class Script:
         return str(self.tokenizer._tokenizer.decode(self.asked[-1].token_ids.tolist()))
 
 
-ScriptT = TypeVar("ScriptT", bound=Script)
-
-
 def partial_services(**parts: Any) -> Services:
     """Return an ingress that has these parts and no others."""
     given: dict[str, Any] = {"drain": Drain(), **parts}
@@ -209,18 +206,18 @@ def scripted(
     backend: Database | None = None,
     max_body_bytes: int = 8 << 20,
     max_model_len: int = 8192,
-    model: Callable[[PromptTokenizer], ScriptT] = Script,  # type: ignore[assignment]
-) -> Iterator[tuple[str, ScriptT]]:
+    agent_prompt_rules: bool = True,
+) -> Iterator[tuple[str, Script]]:
     """Serve a checkpoint's tokenizer on loopback, to everybody or to customers; yield the base URL and the script.
 
-    ``backend``: the store of responses, files and batches; None: no store. ``model``: makes the script.
+    ``backend``: the store of responses, files and batches; None: no store.
     """
     info, tokenizer, config = (
         load_checkpoint_info(path),
         PromptTokenizer(path),
-        AppConfig(model="demo", max_body_bytes=max_body_bytes),
+        AppConfig(model="demo", max_body_bytes=max_body_bytes, agent_prompt_rules=agent_prompt_rules),
     )
-    script, secret = model(tokenizer), b"s" * 32
+    script, secret = Script(tokenizer), b"s" * 32
     tenants, metrics, drain, shares = Tenants(customers, secret), IngressMetrics(), Drain(), Shares({})
     preparer = Preparer(info, tokenizer, tenants, secret, AdapterRegistry("demo"), Limits(max_model_len, 64))
     workers, readers = FairWorkers(shares), AnswerReaders(tokenizer, "auto")

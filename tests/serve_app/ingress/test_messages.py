@@ -187,3 +187,18 @@ def test_the_answer_names_the_rules_for_its_prompt(hermes: tuple[str, Script], s
         assert answer.status_code == 200
         assert answer.headers.get("x-warmpath-prompt-rules") == rules
     assert script.prompt().index("Be kind.") < script.prompt().index("Hi") < script.prompt().index("Git snapshot")
+
+
+def test_a_miss_names_the_rule_that_is_off(demo_model_path: Path, tmp_path: Path) -> None:
+    """The reason's remedy names the setting first, where a client's own text broke the prefix."""
+    path = family("hermes", demo_model_path, tmp_path / "hermes")
+    with scripted(path, agent_prompt_rules=False) as (url, script):
+        script.text = "Yes."
+        for change, missed in (("(clean)", False), ("M a.txt", True)):
+            snapshot = f"Git snapshot at conversation start. Frozen.\n```text\ngit: {change}\n```\n"
+            messages = [{"role": "system", "content": snapshot + RULES}, *HI]
+            body = {"model": "demo", "messages": messages, "cache_diagnostics": True}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+            assert "x-warmpath-prompt-rules" not in answer.headers
+            told = answer.json()["usage"]["prompt_tokens_details"].get("cache_miss", {}).get("remedy", "")
+            assert told.startswith("Set agent_prompt_rules: git_snapshot ") == missed
