@@ -1,25 +1,31 @@
 """A flooding tenant and a calm one on a vLLM, and its line of waiting requests. One vLLM serves all tests."""
 
 import os
+import random
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from vllm import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.engine.vllm.engine import VllmEngine
+from serve_app.engine.vllm.scheduling import probe as probe_module
 from serve_app.engine.vllm.scheduling.probe import SIZE, SchedulerProbe, prompt
+from serve_app.engine.vllm.scheduling.scheduler import AsyncTenantScheduler
 from serve_app.engine.vllm.scheduling.tenant import order_of, tenant_args, tenant_of
 from serve_app.engine.vllm.scheduling.waiting_line import FairRequestQueue
+from serve_app.fairness.queue import YIELDING_ORDER
 from serve_app.fairness.shares import ACTIVE_S
 from serve_app.replica.engine_factory import make_engine
 from tests.router.vllm_events.pool_model import Routers
@@ -207,3 +213,76 @@ def test_each_tenant_starts_its_lowest_order_first(coming: list[Any]) -> None:
         mine = [(order_of(request), int(request.request_id)) for request in found if tenant_of(request) == tenant]
         assert mine == sorted(mine)
     assert [int(request.request_id) for request in run(coming, ordered=False)] == list(range(len(coming)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("ab"), st.integers(0, 99), st.integers(1, 8), st.integers(1, 60), st.booleans(),
+            st.integers(0, 9),
+        ),
+        max_size=60,
+    )
+)  # fmt: skip
+def test_everything_ends_whatever_gives_way(coming: list[Any]) -> None:
+    """And flex work that starts overtakes nobody who waits for a place."""
+    probe, flex = SchedulerProbe("turns", "shares", "predictions"), set()
+    for tenant, number, blocks, answer, late, steps in coming:
+        asked = probe.ask(tenant, prompt(number, blocks), most=answer, order=YIELDING_ORDER if late else 0)
+        flex |= {asked.request_id} if late else set()
+        for _ in range(steps):
+            before = {one.request_id for one in probe.scheduler.running}
+            step = probe.step()
+            if any(one.request_id not in flex for one in probe.scheduler.waiting.in_order()):
+                assert not flex & step.keys() - before
+    for _ in range(20_000):
+        if not probe.scheduler.requests:
+            break
+        probe.step()
+    assert not probe.scheduler.requests
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_whole_whatever_gives_way(seed: int, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if steps are planned ``ahead``: each token comes once, in its place. A model's token is its position."""
+    monkeypatch.setattr(probe_module, "TenantScheduler", AsyncTenantScheduler)
+    probe, rng = SchedulerProbe("turns", "shares", "predictions"), random.Random(seed)
+    scheduler, asked, got = probe.scheduler, list[Any](), defaultdict[str, list[int]](list)
+    under_way: deque[tuple[Any, ModelRunnerOutput]] = deque()
+    for step in range(20_000):
+        if step < 300 and not rng.randrange(5):
+            order, numbers = rng.choice([0, YIELDING_ORDER, YIELDING_ORDER]), (rng.randrange(999), rng.randrange(1, 6))
+            asked.append(probe.ask(rng.choice("ab"), prompt(*numbers), most=rng.randrange(1, 60), order=order))
+        plan = scheduler.schedule()
+        ran = [scheduler.requests[name] for name in plan.num_scheduled_tokens]
+        tokens = [[] if one.is_prefill_chunk else [one.num_computed_tokens] for one in ran]
+        places = {one.request_id: at for at, one in enumerate(ran)}
+        under_way.append((plan, ModelRunnerOutput([*places], places, tokens)))
+        while len(under_way) > (ahead if scheduler.requests else 0):
+            for outputs in scheduler.update_from_output(*under_way.popleft()).values():
+                for one in outputs.outputs:
+                    got[one.request_id] += one.new_token_ids
+        if step >= 300 and not scheduler.requests:
+            break
+    assert sum(one.num_preemptions for one in asked) > 5
+    for one in asked:
+        first = one.num_prompt_tokens
+        assert got[one.request_id] == [*range(first, first + one.max_tokens)]
+
+
+@pytest.mark.parametrize("tenant", ["flood", "calm"])
+def test_who_comes_is_answered_before_flex_work(tenants: Tenants, tenant: str) -> None:
+    """Answers of flex work go on beside it, and end."""
+    flex = [structs.replace(tenants.asked("flood", 600 + at, 100, 400), order=2**32) for at in range(3)]
+    collector, asked = Collector(), tenants.asked(tenant, 610, 300, 4)
+    for one in flex:
+        tenants.engine.submit(one, collector)
+    for one in flex:
+        collector.wait_tokens(one.request_id, 1, 120)
+    tenants.engine.submit(asked, collector)
+    collector.wait([asked.request_id], 120)
+    assert {one.request_id for one in flex} - set(collector.finish)
+    collector.wait([one.request_id for one in flex], 240)
+    assert {len(collector.tokens[one.request_id]) for one in flex} == {400}

@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, filterfalse
 from typing import Any, Protocol
 
 from router.protocol.events import LoadReport
@@ -15,6 +16,7 @@ from router.protocol.samples import Labels, Sample
 from serve_app.engine.protocol import EngineRequest, OutputSink, Prefilled, QueueFull, SaveResult
 from serve_app.engine.reports import EngineMeters, RouterReservations, retry_after_s
 from serve_app.engine.scheduling.fair_queue import FairQueue
+from serve_app.fairness.queue import YIELDING_ORDER
 from serve_app.fairness.shares import Budget, Shares
 
 
@@ -131,7 +133,7 @@ class LoadMirror:
         prefills: Iterable[LiveRequest] = self._prefills.values()
         if self.left:
             prefills = sorted([*self.left, *prefills], key=lambda live: live.arrival_s)
-        for prefill in prefills:
+        for prefill in chain(filterfalse(self._yields, prefills), filter(self._yields, prefills)):
             taken = min(left, prefill.uncached_tokens)
             prefill.uncached_tokens -= taken
             prefill.taken_tokens += taken
@@ -162,16 +164,21 @@ class LoadMirror:
         live.ended = True
         del self.live[live.request.request_id]
 
+    def _yields(self, prefill: LiveRequest) -> bool:
+        return self._turns and prefill.request.order >= YIELDING_ORDER
+
     def _leave(self, live: LiveRequest) -> None:
         live.begun = True
         if self._prefills.pop(live.request.request_id, None) is not None:
             self.line.give_back(live.request.tenant, 1)
 
     def report(self, now_s: float) -> LoadReport:
-        """Return the load as one message."""
-        queued = self.queued_tokens
+        """Return the load as one message, without prompts that yield to whoever comes."""
+        prefills = list(filterfalse(self._yields, self._prefills.values()))
+        queued = sum(prefill.uncached_tokens for prefill in prefills)
         turns = self._turns and self.line.shares.several
-        overtaken = list(filter(_overtaken, self._prefills.values()))
+        overtaken = list(filter(_overtaken, prefills))
+        later, yielding = sum(prefill.uncached_tokens for prefill in overtaken), len(self._prefills) - len(prefills)
         return LoadReport(
             queued_prefill_tokens=queued,
             running_sequences=self.running,
@@ -181,19 +188,19 @@ class LoadMirror:
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             prefill_rate_tokens=self._meters.prefill_rate_tokens,
             admitted=self._reservations.admitted(),
-            committed_prefill_tokens=self._committed() if turns else queued - sum(p.uncached_tokens for p in overtaken),
-            committed_sequences=0 if turns else max(0, self.waiting - len(overtaken)),
+            committed_prefill_tokens=self._committed(prefills) if turns else queued - later,
+            committed_sequences=0 if turns else max(0, self.waiting - yielding - len(overtaken)),
             taken_at_s=now_s,
         )
 
-    def _committed(self) -> int:
+    def _committed(self, prefills: Iterable[LiveRequest]) -> int:
         """Return the tokens computed before a short request that arrives now, the least over all tenants.
 
         A tenant with a queue waits for its own queue; another tenant waits for at most one turn of each.
         """
         queued: Counter[str] = Counter()
         ahead: Counter[str] = Counter()
-        for prefill in self._prefills.values():
+        for prefill in prefills:
             queued[prefill.request.tenant] += prefill.uncached_tokens
             ahead[prefill.request.tenant] += 0 if _overtaken(prefill) else prefill.uncached_tokens
         turns = sum(min(tokens, self._turn_tokens) for tokens in queued.values())

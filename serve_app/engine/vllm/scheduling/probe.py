@@ -26,6 +26,7 @@ from serve_app.engine.vllm.sampling.params import ExtraArgs
 from serve_app.engine.vllm.scheduling.scheduler import TenantScheduler
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, tenant_args
 from serve_app.engine.vllm.settings import CONFIG_ENDS, CONFIG_OFF, IN_CORE, WHOLE_HITS, offloading_connector
+from serve_app.fairness.queue import YIELDING_ORDER
 
 SIZE = 32
 BLOCKS = 33
@@ -104,11 +105,11 @@ class SchedulerProbe:
 
     def ask(
         self, tenant: str, ids: list[int], public: int = 0, *, store_kv: bool = True, most: int = _LONGEST,
-        extra: ExtraArgs = ExtraArgs(),  # noqa: B008  # frozen
+        extra: ExtraArgs = ExtraArgs(), order: int = 0,  # noqa: B008  # frozen
     ) -> Any:  # fmt: skip
         """Queue a request, of which the first ``public`` blocks are public; return vLLM's object."""
         root = root_of(tenant, public)
-        told = tenant_args(tenant) | scope_args(root, public * SIZE, store_kv=store_kv)
+        told = tenant_args(tenant, order) | scope_args(root, public * SIZE, store_kv=store_kv)
         params = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=told | extra.packed())
         name = f"r{next(self._names)}"
         request = Request(name, ids, params, None, cache_salt=salt_of(root), block_hasher=self._hasher)
@@ -201,6 +202,13 @@ def turns() -> None:
             break
         probe.step()
     expect(large.num_preemptions and not small.num_preemptions, "it preempts a tenant within its share")
+    probe.end(large, small)
+    waits = [probe.ask("a", prompt(9 + number, 2), order=YIELDING_ORDER) for number in range(8)]
+    for _ in range(8):
+        probe.step()
+    asked = probe.ask("a", prompt(17, 1))
+    expect(asked.request_id in probe.step(), "work that waits keeps its place")
+    expect(sum(one.num_preemptions for one in waits) == 1, "more work than needed gives way")
 
 
 def shares() -> None:

@@ -1,6 +1,7 @@
 """vLLM's scheduler with fair service, preemption and eviction between tenants. Runs in vLLM's core.
 
-Everything else is vLLM's own behaviour, and so is everything while there is one tenant. Each capability can be off.
+Everything else is vLLM's own behaviour, and so is everything while there is one tenant without work that yields. Each
+capability can be off.
 """
 
 import time
@@ -24,11 +25,20 @@ from serve_app.engine.vllm.sampling.answers import AnswerGrammars, awaits_gramma
 from serve_app.engine.vllm.sampling.params import ExtraArgs
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
-from serve_app.engine.vllm.scheduling.tenant import HOST_SHARES, offload_params, shares_of, tells_prompt, tenant_of
+from serve_app.engine.vllm.scheduling.tenant import (
+    HOST_SHARES,
+    offload_params,
+    shares_of,
+    tells_prompt,
+    tenant_of,
+    yields,
+)
 from serve_app.engine.vllm.scheduling.turns import Need, Plan, TenantTurns
 from serve_app.engine.vllm.scheduling.waiting_line import FairRequestQueue
 from serve_app.engine.vllm.settings import CONFIG_EXACT, CONFIG_OFF
 
+_YIELDS = 1e12
+"""Over all tenants' use over their shares."""
 NOT_NUMBERS = "the model's logits are not numbers"
 
 
@@ -62,6 +72,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             )
         self._plan = Plan()
         self._ranked = False
+        self._yielding: set[str] = set()
+        """Requests that yield, and may have ended since the last step."""
         self._all_drafts = self.use_v2_model_runner or self.vllm_config.additional_config.get(CONFIG_EXACT)
         self._undrafted: WeakSet[Any] = WeakSet()
 
@@ -77,9 +89,11 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         if turns is not None and weights is not None:
             turns.shares.set_weights(weights)
         if turns is not None and request.priority >= 0:  # a copy needs no turn
-            for one in {tenant, *map(tenant_of, self.running), *self.waiting.tenants()} - {""}:
-                turns.shares.touch(one)  # those with long answers compete, too
+            # Those with long answers compete, too.
+            turns.came(request, {tenant, *map(tenant_of, self.running), *self.waiting.tenants()} - {""})
             self.waiting.make_way(request)
+            if yields(request):
+                self._yielding.add(request.request_id)
         if self._blocks is not None:
             self._blocks.begin(request)
         self._begin_answer(request)
@@ -94,10 +108,11 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
                 pool.free_blocks(reversed(blocks))
 
     def schedule(self, *arguments: Any, **named: Any) -> Any:
-        """Return vLLM's next step; competing tenants get the tokens and starts of their turns."""
+        """Return vLLM's next step; competing tenants get the tokens and starts of their turns, what yields the rest."""
         if self._turns is None:
             return self._resumed(super().schedule(*arguments, **named))
-        contested = self._turns.shares.contested
+        self._yielding &= self.requests.keys()
+        contested = self._turns.shares.contested or bool(self._yielding)
         if contested or self._ranked:
             self._count()
         if contested:
@@ -105,6 +120,9 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             ready = [request for request in self.waiting.in_order() if not awaits_grammar(request)]
             self._plan = self._turns.plan(self.running, ready, in_use, self)
             self.waiting.chosen = self._plan.starts
+            for request in filter(self._request_blocks_can_be_freed, self._plan.preempted):
+                self.running.remove(request)  # it starts again in a later step at the earliest
+                self._preempt_request(request, time.monotonic(), drop_stale_output=self.requires_kv_delivery)
         if contested or self._ranked:
             self._ranked = contested
             self._rank()
@@ -213,12 +231,12 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
                 self._shares.change(account, held=held[account.tenant] - account.held)
 
     def _rank(self) -> None:
-        """Set priorities so that vLLM preempts the latest arrival of the tenant most over its share."""
+        """Set priorities: vLLM preempts what yields, then the latest arrival of the tenant most over its share."""
         over_share = self._shares.over_share
         over = {tenant: over_share(tenant) if self._ranked else 0.0 for tenant in set(map(tenant_of, self.running))}
         for request in self.running:
             if request.priority >= 0:
-                request.priority = over[tenant_of(request)]
+                request.priority = over[tenant_of(request)] + (_YIELDS if self._ranked and yields(request) else 0.0)
 
     def protected(self, tenant: str) -> int:
         """Return the idle blocks within the shares of other tenants seen lately."""

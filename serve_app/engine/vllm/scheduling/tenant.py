@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.prefix.quota import Accounts
+from serve_app.fairness.queue import YIELDING_ORDER
 from serve_app.fairness.shares import checked_weights
 
 _TENANT = "warmpath.tenant"
@@ -72,6 +73,11 @@ def order_of(request: Any) -> int:
 def expected_tokens_of(request: Any) -> int:
     """Return the tokens that the client of a ``Request`` of vLLM expects in the answer; 0 if it does not say."""
     return int(_extra_args(request).get(_EXPECTED, 0))
+
+
+def yields(request: Any) -> bool:
+    """Return whether a ``Request`` of vLLM waits for all tenants' others."""
+    return order_of(request) >= YIELDING_ORDER
 
 
 def public_part(request: Any) -> tuple[int, str]:

@@ -1,21 +1,26 @@
 """Prompt tokens and starting requests of a step of vLLM while tenants compete.
 
 Uncached prompt tokens go by turns (``FairQueue``), within a tenant in the order of its queue; a tenant with more than
-the mean recent use gets 512 a step. Slots and blocks go by the rule of ``fairness.verdict``. Reads vLLM's requests and
-changes none.
+the mean recent use gets 512 a step. Slots and blocks go by the rule of ``fairness.verdict``. Requests that yield
+(``flex``) prefill with what others leave, and give up their places to them. Reads vLLM's requests and changes none.
 """
 
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol
 
 from serve_app.engine.protocol import Clock
 from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, FairQueue
 from serve_app.engine.scheduling.running_set import RESERVED_TOKENS
-from serve_app.engine.vllm.scheduling.tenant import expected_tokens_of, tenant_of
-from serve_app.fairness.shares import Budget, Shares, verdict
+from serve_app.engine.vllm.scheduling.tenant import expected_tokens_of, tenant_of, yields
+from serve_app.fairness.front_door import ALONE_AFTER_S
+from serve_app.fairness.shares import Budget, Shares, Verdict, verdict
+
+BESIDE_TOKENS = 64
+"""Prompt tokens that yield in a step with others: so few that they hardly make it longer, as it reads all weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +43,14 @@ class Pool(Protocol):
 
 @dataclass(slots=True)
 class Plan:
-    """A step: ``limits``, tokens by id of the requests with competing prompts, and ``starts`` of waiting ones."""
+    """A step: ``limits``, tokens by id of the requests with competing prompts, and ``starts`` of waiting ones.
+
+    ``preempted``: running requests that yield their places to some of these.
+    """
 
     limits: dict[str, int] = field(default_factory=dict)
     starts: deque[Any] = field(default_factory=deque)
+    preempted: list[Any] = field(default_factory=list)
 
 
 class TenantTurns:
@@ -54,11 +63,22 @@ class TenantTurns:
         self, max_tokens: int, places: int, blocks: int, blocks_for: Callable[[int], int], clock: Clock = time.monotonic
     ) -> None:
         self.shares = Shares({}, clock)
+        self._clock = clock
+        self._others_s = -inf
+        """When a request that does not yield was last seen."""
         self._max_tokens = max_tokens
         self._places = places
         self._blocks = blocks
         self._blocks_for = blocks_for
         self._fair_queue: FairQueue[Any] = FairQueue(max_tokens)
+        self._yielding_queue: FairQueue[Any] = FairQueue(max_tokens)
+
+    def came(self, request: Any, tenants: Iterable[str]) -> None:
+        """Note a request's arrival, and the ``tenants`` that compete then."""
+        for tenant in tenants:
+            self.shares.touch(tenant)
+        if not yields(request):
+            self._others_s = self._clock()
 
     def blocks_of(self, request: Any) -> int:
         """Return the blocks that a request needs in all: those of its tokens and of the answer's next ones."""
@@ -74,7 +94,9 @@ class TenantTurns:
         """
         step = _Step(Budget(self.shares, lambda: self._places), Budget(self.shares, lambda: self._blocks), pool)
         lines: dict[str, deque[Any]] = {}
+        yielding: dict[str, deque[Any]] = {}
         decodes: Counter[str] = Counter()
+        beside = False
         runs = set(map(tenant_of, running))
         for tenant, blocks in in_use.items():
             step.blocks.take(tenant if tenant in runs else "", blocks)  # with pins alone it may start all that fits
@@ -84,31 +106,53 @@ class TenantTurns:
             tenant = tenant_of(request)
             step.places.take(tenant, 1)
             held = self._blocks_for(request.num_computed_tokens)
-            step.blocks.take(tenant, max(0, self.blocks_of(request) - held))
+            reserved = max(0, self.blocks_of(request) - held)
+            step.blocks.take(tenant, reserved)
+            if yields(request):
+                step.able.append((request, held + reserved))
+            beside |= not yields(request)
             if request.is_prefill_chunk:
                 step.plan.limits[request.request_id] = 0
                 step.left[request.request_id] = request.num_tokens - request.num_computed_tokens
-                lines.setdefault(tenant, deque()).append(request)
+                (yielding if yields(request) else lines).setdefault(tenant, deque()).append(request)
             else:
                 decodes[tenant] += 1 + len(request.spec_token_ids)
         for request in waiting:
             if request.priority < 0:
                 step.plan.starts.append(request)
             else:
-                lines.setdefault(tenant_of(request), deque()).append(request)
-        for tenant in lines.keys() | decodes.keys():
+                (yielding if yields(request) else lines).setdefault(tenant_of(request), deque()).append(request)
+        for tenant in lines.keys() | yielding.keys() | decodes.keys():
             self.shares.touch(tenant)
+        if beside := beside or bool(lines):
+            self._others_s = self._clock()
         queue = self._fair_queue
         queue.begin(lines, decodes)
         # What others ask meanwhile waits for this step, for the one that vLLM schedules during it, and for its own.
         most = {tenant: LEAST_STEP_TOKENS for tenant in lines if queue.is_heavy(tenant)}
-        queue.hand_out(self._max_tokens - decodes.total(), step.serve, most)
+        left = self._max_tokens - decodes.total()
+        queue.hand_out(left, step.serve, most)
+        if yielding:
+            left -= sum(step.plan.limits.values())
+            if beside:
+                left = min(left, BESIDE_TOKENS)
+            elif self._clock() - self._others_s < ALONE_AFTER_S:
+                left = min(left, LEAST_STEP_TOKENS)  # who comes waits for the end of this step, and of the next one
+            for one in step.plan.preempted:
+                if one.is_prefill_chunk:
+                    yielding[tenant_of(one)].remove(one)
+                    del step.plan.limits[one.request_id]
+            self._yielding_queue.begin({tenant: line for tenant, line in yielding.items() if line}, decodes)
+            self._yielding_queue.hand_out(left, step.serve)
         return step.plan
 
 
 @dataclass(slots=True)
 class _Step:
-    """A plan in the making. ``left``: unplanned tokens of each prompt; ``closed``: no more requests start."""
+    """A plan in the making. ``left``: unplanned tokens of each prompt; ``closed``: no more requests start.
+
+    ``denied``: none that yields starts. ``able``: those that run, with their blocks, the last started last.
+    """
 
     places: Budget
     blocks: Budget
@@ -116,6 +160,8 @@ class _Step:
     plan: Plan = field(default_factory=Plan)
     left: dict[str, int] = field(default_factory=dict)
     closed: bool = False
+    denied: bool = False
+    able: list[tuple[Any, int]] = field(default_factory=list)
 
     def serve(self, tenant: str, line: deque[Any], most: int) -> int:
         """Plan up to ``most`` tokens of a tenant's queue; return the number. Unfinished requests stay in it."""
@@ -136,11 +182,13 @@ class _Step:
 
     def _start(self, tenant: str, request: Any) -> bool:
         """Let a request start if slots and blocks allow it. One within its share that waits is not overtaken."""
-        if self.closed:
+        if self.closed or (self.denied and yields(request)):
             return False
         need = self.pool.need_of(request)
-        blocks = self.blocks.claim(tenant, need.blocks, kept=self.pool.protected(tenant))
-        answer = verdict(self.places.claim(tenant, 1), blocks)
+        answer = self._verdict(tenant, need)
+        if answer != "granted" and not yields(request):
+            answer = self._make_way(tenant, need, answer)
+            self.denied |= answer != "granted"
         if answer != "granted":
             self.closed = answer == "no_room"
             return False
@@ -150,3 +198,27 @@ class _Step:
         self.left[request.request_id] = need.tokens
         self.plan.starts.append(request)
         return True
+
+    def _verdict(self, tenant: str, need: Need) -> Verdict:
+        blocks = self.blocks.claim(tenant, need.blocks, kept=self.pool.protected(tenant))
+        return verdict(self.places.claim(tenant, 1), blocks)
+
+    def _make_way(self, tenant: str, need: Need, answer: Verdict) -> Verdict:
+        """Preempt requests that yield, the last started first, if another one can start then."""
+        freed: list[tuple[Any, int, int]] = []
+        while self.able and answer != "granted":
+            one, blocks = self.able.pop()
+            owner = tenant_of(one)
+            given = min(blocks, self.blocks.held(owner))  # it may share some
+            self.places.give_back(owner, 1)
+            self.blocks.give_back(owner, given)
+            freed.append((one, blocks, given))
+            answer = self._verdict(tenant, need)
+        if answer == "granted":
+            self.plan.preempted += [one for one, *_ in freed]
+            return answer
+        for one, blocks, given in reversed(freed):
+            self.places.take(tenant_of(one), 1)
+            self.blocks.take(tenant_of(one), given)
+            self.able.append((one, blocks))
+        return answer

@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.engine.protocol import Clock
 from serve_app.engine.vllm.scheduling.tenant import shares_args, shares_of, tenant_args, tenant_of
 from serve_app.engine.vllm.scheduling.turns import Need, Plan, TenantTurns
+from serve_app.fairness.queue import YIELDING_ORDER
 
 REQUESTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 900)), max_size=12)
 
 
-def asked(name: str, tenant: str, tokens: int, priority: int = 0) -> Any:
+def asked(name: str, tenant: str, tokens: int, priority: int = 0, order: int = 0) -> Any:
     """Return a request with this many prompt tokens left; 0: it decodes."""
-    params = SimpleNamespace(extra_args=tenant_args(tenant))
+    params = SimpleNamespace(extra_args=tenant_args(tenant, order))
     return SimpleNamespace(
         request_id=name,
         sampling_params=params,
@@ -33,8 +35,8 @@ def asked(name: str, tenant: str, tokens: int, priority: int = 0) -> Any:
 class Turns(TenantTurns):
     """Steps of 512 tokens, 8 places, 100 blocks of 10 tokens, tenants a, b and c."""
 
-    def __init__(self, tokens: int = 512, blocks: int = 100) -> None:
-        super().__init__(tokens, 8, blocks, lambda tokens: -(-tokens // 10), lambda: 0.0)
+    def __init__(self, tokens: int = 512, blocks: int = 100, clock: Clock = lambda: 0.0) -> None:
+        super().__init__(tokens, 8, blocks, lambda tokens: -(-tokens // 10), clock)
         self.cached = Counter[str]()
         self.shares.set_weights(dict.fromkeys("abc", 1.0))
         for tenant in "abc":
@@ -140,3 +142,58 @@ def test_tenants_and_weights_cross_to_the_core() -> None:
     assert (shares_of(nobody), tenant_of(nobody)) == (None, "")
     with pytest.raises(ValueError, match="finite number over 0"):
         shares_args({"a": 0.0})
+
+
+def test_what_yields_gets_what_others_leave() -> None:
+    """Beside others it has few tokens of a step, after them a short one, and then all of it."""
+    now_s = 0.0
+    turns = Turns(4096, clock=lambda: now_s)
+    flex = asked("flex", "b", 90_000, order=YIELDING_ORDER)
+    assert turns.step([flex, asked("a", "a", 300)], []).limits == {"flex": 64, "a": 300}
+    assert turns.step([flex, asked("a", "a", 0)], []).limits == {"flex": 64}
+    assert turns.step([flex, asked("a", "a", 9000)], []).limits == {"flex": 0, "a": 4095 + 1}
+    now_s = 1.0
+    assert turns.step([flex], []).limits == {"flex": 512}
+    now_s = 20.0
+    assert turns.step([flex], []).limits == {"flex": 4096}
+    turns.came(asked("a", "a", 1), ["a"])
+    assert turns.step([flex], []).limits == {"flex": 512}
+
+
+def test_what_yields_gives_up_its_place() -> None:
+    """To its own tenant's others, too; the last started goes, no more than needed, and none if that does not help."""
+    flex = [asked(f"f{i}", "b", 0, order=YIELDING_ORDER) for i in range(7)]
+    for tenant in "ab":
+        plan = Turns().step([*flex, asked("a", "a", 0)], [asked("next", tenant, 30)])
+        assert names(plan) == ["next"]
+        assert [one.request_id for one in plan.preempted] == ["f6", "f5"][: 2 - (tenant == "a")], "b leaves an eighth"
+    held = [asked(f"h{i}", "a", 0) for i in range(7)]
+    plan = Turns().step(
+        [*held, flex[0]], [asked("flex", "c", 10, order=YIELDING_ORDER), asked("large", "b", 200)], a=85
+    )
+    assert (names(plan), plan.preempted) == ([], [])
+    long = asked("long", "b", 60, order=YIELDING_ORDER)
+    plan = Turns(blocks=20).step([long, flex[0]], [asked("next", "a", 150)], b=12)
+    assert [one.request_id for one in plan.preempted] == ["f0", "long"]
+    assert (names(plan), plan.limits) == (["next"], {"next": 150})
+
+
+@given(running=REQUESTS, waiting=REQUESTS, flex=REQUESTS)
+def test_others_start_as_if_nothing_yielded(
+    running: list[tuple[str, int]], waiting: list[tuple[str, int]], flex: list[tuple[str, int]]
+) -> None:
+    """The same starts and tokens; what yields has no more than the rest of the step, the places and the blocks."""
+    runs = [asked(f"r{i}", tenant, tokens) for i, (tenant, tokens) in enumerate(running[:4])]
+    waits = [asked(f"w{i}", tenant, tokens + 1) for i, (tenant, tokens) in enumerate(waiting)]
+    yields = [asked(f"y{i}", tenant, tokens + 1, order=YIELDING_ORDER) for i, (tenant, tokens) in enumerate(flex)]
+    alone, beside = (
+        Turns(blocks=300).step(
+            some, [*late, *waits], **{t: 10 * sum(tenant_of(one) == t for one in some) for t in "abc"}
+        )
+        for some, late in ((runs, []), ([*runs, *yields[:4]], yields[4:]))
+    )
+    assert [name for name in names(beside) if name[0] == "w"] == names(alone)
+    assert {name: n for name, n in beside.limits.items() if name[0] != "y"} == alone.limits
+    assert sum(beside.limits.values()) <= 512 - sum(not one.is_prefill_chunk for one in runs)
+    assert len(runs) + len(yields[:4]) + len(beside.starts) - len(beside.preempted) <= 8
+    assert not {one.request_id for one in beside.preempted} & {*beside.limits, *names(beside)}
