@@ -221,13 +221,10 @@ def test_other_weights_take_over_a_name_without_an_error(cluster: Cluster, tmp_p
     assert Counter(got).keys() == {200}, Counter(got)
 
 
-@pytest.mark.parametrize("kept", ["disk", "object store"])
-def test_a_model_goes_to_zero_and_comes_back_with_what_was_saved(cluster: Cluster, tmp_path: Path, kept: str) -> None:
-    """All who wait while its first replica starts are answered; saved prompts, a public one too, come from below."""
+def test_a_model_goes_to_zero_and_comes_back_with_what_was_saved(cluster: Cluster, tmp_path: Path) -> None:
+    """All who wait while its first replica starts are answered; saved prompts, a public one too, come from the disk."""
     scaled = {"min_replicas": 0, "max_replicas": 1, "downscale_delay_s": 10}
-    below: dict[str, Any] = {"disk_cache_bytes": "256MiB", "disk_cache_dir": str(tmp_path)}
-    if kept == "object store":
-        below = {"object_cache_url": f"file://{tmp_path}"}
+    below = {"disk_cache_bytes": "256MiB", "disk_cache_dir": str(tmp_path)}
     clerk = {"name": "clerk", "version": "1", "text": text_of(1000, resolve_model("demo"), 2)}
     zero = {"served_model_name": "zero", "autoscaling": scaled, "num_blocks": 1024, "public_prompts": [clerk], **below}
     deploy(cluster, args_of(SIMULATED, zero))
