@@ -228,8 +228,8 @@ def test_a_model_goes_to_zero_and_comes_back_with_what_was_saved(cluster: Cluste
     clerk = {"name": "clerk", "version": "1", "text": text_of(1000, resolve_model("demo"), 2)}
     zero = {"served_model_name": "zero", "autoscaling": scaled, "num_blocks": 1024, "public_prompts": [clerk], **below}
     deploy(cluster, args_of(SIMULATED, zero))
-    for model in ("simulated-demo", "zero"):
-        eventually(lambda model=model: health(cluster)["models"][model]["status"] == "ok", 300)
+    eventually(lambda: health(cluster)["models"]["simulated-demo"]["status"] == "ok", 300)
+    eventually(lambda: health(cluster)["models"]["zero"]["status"] == "ok", 300)
     system = {"role": "system", "content": text_of(4000, resolve_model("demo"), 1)}
 
     def cached(*messages: dict[str, str], **body: Any) -> int:
