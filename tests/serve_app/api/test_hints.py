@@ -20,7 +20,7 @@ BODIES: dict[Any, dict[str, Any]] = {
     parse_messages: {"messages": HI, "max_tokens": 5},
 }
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=5,
 )

@@ -19,6 +19,7 @@ from websockets.sync.client import connect
 from router import __version__
 from router.protocol.samples import Sample
 from serve_app.api.openai.response import model_body
+from serve_app.budgets import Budgets
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
@@ -46,6 +47,7 @@ def services_of(config: AppConfig, adapters: Sequence[AdapterEntry] = (), **part
     registry = AdapterRegistry("demo")
     registry.merge(adapters)
     parts |= {"config": config, "tenants": tenants, "guard": guard, "adapters": registry}
+    parts["budgets"] = Budgets(config.tenants, config.prices, None)
     return partial_services(**parts, completions=MagicMock(), base_model=model_body("demo", 0, 4096))
 
 
