@@ -32,7 +32,6 @@ found |= {{"total_input_tokens": prompts, "total_output_tokens": outputs}}
 OURS = Seen(10.0, 2.0, 1000.0, 320.0, 310.0)
 
 
-@pytest.mark.long
 def test_tokens_and_gaps_agree_and_a_tool_that_fails_costs_no_other_row(tmp_path: Path) -> None:
     """Three answers of five tokens have twelve gaps; wrong times are told, as is a tool that does not run."""
     tool, out = tmp_path / "bench", tmp_path / "load_tools.json"
@@ -88,7 +87,6 @@ def test_means_are_of_the_time_between_two_readings() -> None:
     assert seen == Seen(pytest.approx(100.0), pytest.approx(100.0), 30.0, 90.0, 87.0)
 
 
-@pytest.mark.long
 def test_a_peer_that_does_not_start_costs_no_row_of_ours(tmp_path: Path) -> None:
     out = tmp_path / "front_door.json"
     sizes = "--runs 1 --replicas 1 --clients 2 --max-tokens 4 --short-requests 2 --long-requests 1"

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks.engine.compare import ROOT
 from benchmarks.peers.warmpath_engine import config_of
 
@@ -17,7 +15,6 @@ def test_on_a_gpu_the_engine_reserves_it() -> None:
     assert (config.replica_num_gpus, config.num_blocks) == (1, 100)
 
 
-@pytest.mark.long
 def test_the_benchmark_runs_and_writes_figures(tmp_path: Path) -> None:
     """Run the user's command, on the demo model and our engine alone."""
     out = tmp_path / "engine.json"

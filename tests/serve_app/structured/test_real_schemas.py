@@ -21,14 +21,13 @@ from tests.serve_app.structured.walks import Walker, fits
 MISSING = pytest.mark.skipif(
     not real_schemas.CACHE.is_dir(), reason="the schemas are not here; make test-schemas downloads them"
 )
-FETCHED = (MISSING, pytest.mark.long)
 SOURCES = [
     pytest.param(real_schemas.zod, 50, 1.0, id="zod"),
     pytest.param(real_schemas.models, 80, 0.95, id="models"),
-    pytest.param(real_schemas.suite, 700, 0.6, id="suite", marks=FETCHED),
-    pytest.param(real_schemas.schema_store, 400, 0.4, id="schema-store", marks=FETCHED),
-    pytest.param(real_schemas.linter, 20, 0.1, id="linter", marks=FETCHED),
-    pytest.param(real_schemas.kubernetes, 100, 0.8, id="kubernetes", marks=FETCHED),
+    pytest.param(real_schemas.suite, 700, 0.6, id="suite", marks=MISSING),
+    pytest.param(real_schemas.schema_store, 400, 0.4, id="schema-store", marks=MISSING),
+    pytest.param(real_schemas.linter, 20, 0.1, id="linter", marks=MISSING),
+    pytest.param(real_schemas.kubernetes, 100, 0.8, id="kubernetes", marks=MISSING),
 ]
 ANSWERS, TOKENS = 3, 100
 

@@ -294,7 +294,6 @@ def churn(demo_model_path: Path, tmp_path: Path) -> Iterator[Churn]:
     made.close()
 
 
-@pytest.mark.long
 def test_churn_leaves_nothing_behind(churn: Churn) -> None:
     """At every check blocks are conserved, events match held blocks, and answers are equal; memory does not grow."""
     ours = [tracemalloc.Filter(True, f"*/{room}/*") for room in ("serve_app", "router")]
