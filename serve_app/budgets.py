@@ -66,6 +66,7 @@ class Budgets:
         self._objects = objects
         self._clock = clock
         self._life = secrets.token_hex(8)
+        self._budgets: dict[str, BudgetConfig] = {}
         self._spent: dict[str, _Spent] = {}
         self._over: list[tuple[str, _Spent]] = []
         """Ended periods whose last part is not written yet."""
@@ -73,14 +74,13 @@ class Budgets:
 
     def configure(self, tenants: Sequence[TenantConfig], prices: Mapping[str, PriceConfig]) -> None:
         """Use other budgets and prices from now on. What is spent in a period stays spent."""
-        before = getattr(self, "_budgets", {})
-        self._budgets = {tenant.name: tenant.budget for tenant in tenants if tenant.budget is not None}
-        self.prices = dict(prices)
-        if self._budgets and self._objects is None:
+        budgets = {tenant.name: tenant.budget for tenant in tenants if tenant.budget is not None}
+        if budgets and self._objects is None:
             raise ValueError(
                 "budgets are counted in the database of responses, and this ingress has none: set "
                 "$WARMPATH_RESPONSES_URL to a Redis or Postgres, or responses_file"
             )
+        before, self._budgets, self.prices = self._budgets, budgets, dict(prices)
         for name, budget in before.items():  # another unit or period is another row
             if (other := self._budgets.get(name)) is None or _row(other, self._now()) != _row(budget, self._now()):
                 self._leave(name)

@@ -65,7 +65,6 @@ class Access:
         self.tenants.configure(config.tenants, config.operator_key_sha256, config.aliases)
         self.shares.set_weights(config.cache_shares)
         self.limits.configure(config.tenants)
-        self.budgets.configure(config.tenants, config.prices)
         self.front_door.configure(config.max_queued_requests, BODIES * config.max_body_bytes)
         self.guard.configure(config.allowed_hosts)
 
@@ -148,7 +147,8 @@ class Services:
 
     async def configure(self, config: AppConfig) -> None:
         """Apply other live settings; running requests keep their old ones."""
-        # The slow step, which could fail, is first. All others run between two requests.
+        # The steps that could fail are first. All others run between two requests.
+        self.access.budgets.configure(config.tenants, config.prices)
         await self.catalog.replace_prompts(config)
         self.fleet.core.configure(RouterSettings.from_json(config.routing()))
         self.access.configure(config)

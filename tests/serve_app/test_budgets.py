@@ -182,6 +182,10 @@ def test_without_its_database_an_ingress_counts_alone(tmp_path: Path, monkeypatc
     asyncio.run(run())
     with pytest.raises(ValueError, match="WARMPATH_RESPONSES_URL"):
         Budgets([config], {}, None)
+    nobody = Budgets([], {}, None)
+    with pytest.raises(ValueError, match="WARMPATH_RESPONSES_URL"):
+        nobody.configure([config], {})
+    assert asyncio.run(nobody.told(None)) == []
 
 
 PRICES = {
