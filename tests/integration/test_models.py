@@ -238,8 +238,9 @@ def test_a_model_goes_to_zero_and_comes_back_with_what_was_saved(cluster: Cluste
         assert answer.status_code == 200, answer.text
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    assert cached(system, save_system_prompt_kv_cache=True) == 0
-    assert cached(prompt_ref="clerk@1", save_system_prompt_kv_cache=True) == 0
+    # An attempt that a starting replica gave up may have computed either before.
+    cached(system, save_system_prompt_kv_cache=True)
+    cached(prompt_ref="clerk@1", save_system_prompt_kv_cache=True)
     assert cached(system) >= 3900
     eventually(lambda: health(cluster)["models"]["zero"]["replicas"] == 0, 300)
     got = list[int]()
