@@ -53,7 +53,10 @@ class _Spent:
 
 
 class Budgets:
-    """All tenants' budgets in one ingress. ``objects`` None: there is no database, and no tenant has a budget."""
+    """What all tenants spend, in one ingress (``shares.Budget`` divides a capacity instead).
+
+    ``objects`` None: there is no database, and no tenant has a budget.
+    """
 
     def __init__(
         self,

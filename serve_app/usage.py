@@ -206,7 +206,7 @@ def merged(readings: Iterable[tuple[str, UsageRows]]) -> UsageRows:
     files: dict[str, dict[UsageKey, Counts]] = {}
     for file_id, rows in readings:
         known = files.setdefault(file_id, {})
-        for key, counts in rows:  # counters only grow, so the maximum is the latest reading
+        for key, counts in rows:  # counters grow, but for rare corrections, so the maximum is the latest reading
             known[key] = Counts(*map(max, known.get(key, Counts()), counts))
     total: dict[UsageKey, Counts] = {}
     for known in files.values():
@@ -219,12 +219,10 @@ def cost_of(counts: Counts, price: PriceConfig | None) -> Decimal:
     """Return what tokens cost; without a price, nothing."""
     if price is None:
         return Decimal()
-    read = price.input if price.cached is None else price.cached
-    write = price.input if price.write is None else price.write
     parts = (
         counts.uncached_tokens * price.input,
-        counts.cached_tokens * read,
-        counts.written_tokens * write,
+        counts.cached_tokens * price.read,
+        counts.written_tokens * price.written,
         counts.output_tokens * price.output,
     )
     return sum(parts, Decimal()) / _PRICED_TOKENS
@@ -241,16 +239,15 @@ def usage_document(
     first_day: str, last_day: str, rows: UsageRows, prices: Mapping[str, PriceConfig] | None = None
 ) -> dict[str, Any]:
     """Return the body of ``/v1/usage``, by ``prices`` of models and adapters with money, exact to twelve digits."""
-    prices = prices or {}
+    data = [_row(key, counts, prices or {}) for key, counts in rows]
     total: dict[str, Any] = dict(_shown(reduce(Counts.plus, (counts for _, counts in rows), Counts())))
-    if prices:
-        total["cost"] = float(sum((cost_of(counts, prices.get(key.model)) for key, counts in rows), Decimal()))
-        total["saved"] = float(sum((saved_by_cache(counts, prices.get(key.model)) for key, counts in rows), Decimal()))
+    for name in ("cost", "saved") if prices else ():
+        total[name] = float(sum((row[name] for row in data), Decimal()))
     return {
         "object": "usage",
         "start_date": first_day,
         "end_date": last_day,
-        "data": [{**key._asdict(), **_shown(counts), **_money(key, counts, prices)} for key, counts in rows],
+        "data": [_as_json(row) for row in data],
         "total": total,
     }
 
@@ -259,27 +256,24 @@ def usage_csv(rows: UsageRows, prices: Mapping[str, PriceConfig] | None = None) 
     """Return the rows as CSV with a header."""
     prices = prices or {}
     text = io.StringIO()
-    nothing = UsageKey("", "", "", "")
-    writer = csv.DictWriter(text, [*UsageKey._fields, *_shown(Counts()), *_money(nothing, Counts(), prices)])
+    writer = csv.DictWriter(text, [*_row(UsageKey("", "", "", ""), Counts(), prices)])
     writer.writeheader()
-    writer.writerows({**key._asdict(), **_shown(counts), **_money(key, counts, prices)} for key, counts in rows)
+    writer.writerows(_as_json(_row(key, counts, prices)) for key, counts in rows)
     return text.getvalue()
 
 
-def _money(key: UsageKey, counts: Counts, prices: Mapping[str, PriceConfig]) -> dict[str, float | None]:
-    """Return what a row cost, what the cache saved of it, and the reads after which a written token pays for itself."""
-    if not prices:
-        return {}
-    price = prices.get(key.model)
-    even: float | None = None
-    if price is not None and price.cached is not None and price.cached < price.input:
-        write = price.input if price.write is None else price.write
-        even = float(max(Decimal(), write - price.input) / (price.input - price.cached))
-    return {
-        "cost": float(cost_of(counts, price)),
-        "saved": float(saved_by_cache(counts, price)),
-        "break_even_reads": even,
-    }
+def _row(key: UsageKey, counts: Counts, prices: Mapping[str, PriceConfig]) -> dict[str, Any]:
+    """Return a row of usage; with prices, also what it cost, and what the cache saved of it."""
+    row: dict[str, Any] = {**key._asdict(), **_shown(counts)}
+    if prices:
+        price = prices.get(key.model)
+        row["cost"], row["saved"] = cost_of(counts, price), saved_by_cache(counts, price)
+        row["break_even_reads"] = None if price is None else price.break_even_reads
+    return row
+
+
+def _as_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: float(value) if isinstance(value, Decimal) else value for name, value in row.items()}
 
 
 def _shown(counts: Counts) -> dict[str, int]:

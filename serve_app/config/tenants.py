@@ -40,6 +40,22 @@ class PriceConfig(BaseModel):
     write: Decimal | None = Field(None, ge=0, description="prompt tokens written to the cache; default: as `input`")
     output: Decimal = Field(ge=0, description="tokens of answers")
 
+    @property
+    def read(self) -> Decimal:
+        """The price of tokens from the cache."""
+        return self.input if self.cached is None else self.cached
+
+    @property
+    def written(self) -> Decimal:
+        """The price of tokens that are put into it."""
+        return self.input if self.write is None else self.write
+
+    @property
+    def break_even_reads(self) -> float | None:
+        """The reads after which a written token has paid for itself; None: reading costs as much as computing."""
+        saved = self.input - self.read
+        return float(max(Decimal(), self.written - self.input) / saved) if saved > 0 else None
+
 
 class BudgetConfig(BaseModel):
     """What a tenant may spend in a period of UTC: tokens, or money by `prices`."""

@@ -89,7 +89,7 @@ def test_all_rows_are_measured(tmp_path: Path) -> None:
         assert all(row.keys() == {"warmpath", "vllm serve"} for row in rows[name]["figures"].values())
     killed = rows["kill"]["figures"]
     assert (killed["whole"], killed["equal"], killed["equal_undisturbed"]) == (16, 16, 16)
-    assert rows["predictions"]["figures"]["exact_share"] >= 0.9  # evictions between a decision and its start
+    assert rows["predictions"]["figures"]["exact_share"] > 0.95
     assert rows["flood"]["figures"]["hit_rate_ratio"] > 0.8
     assert rows["copy"]["figures"]["2048"]["begun"] > 0
 
@@ -109,7 +109,7 @@ def test_rows_with_servers_of_their_own_are_measured(tmp_path: Path) -> None:
     assert drafts["accepted"].keys() == {"warmpath", "vllm serve"}
     held = windows["held_blocks"]
     assert 0 < held["warmpath"]["held"] <= 1.05 * held["vllm serve"]["held"] < 0.9 * held["vllm serve"]["pool"]
-    assert windows["predictions"]["exact_share"] >= 0.9
+    assert windows["predictions"]["exact_share"] > 0.95
 
 
 @pytest.mark.parametrize("after", ["", "the first servers"])
