@@ -114,6 +114,8 @@ class BatchWorker:
     _tenants: dict[str, str] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _loop: asyncio.Task[None] | None = None
+    _leaving: set[asyncio.Task[None]] = field(default_factory=set)
+    """What lets go of batches; a stop waits for it and does not cancel it."""
 
     def __post_init__(self) -> None:
         self.name = f"{self.name} {secrets.token_hex(4)}"
@@ -128,6 +130,7 @@ class BatchWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._leaving)
 
     def wake(self) -> None:
         """Look at once: there is a new batch, or one was cancelled."""
@@ -202,10 +205,9 @@ class BatchWorker:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-            del self.running[batch_id], self._tenants[batch_id]
-            await self._let_go(run)
-            if run.batch.ended:
-                self._news.set()
+            leaving = asyncio.create_task(self._let_go(run))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
 
     async def _let_go(self, run: _Run) -> None:
         ended = True  # or deleted: then there is no row
@@ -224,6 +226,10 @@ class BatchWorker:
                 await self.batches.tidy(run.tenant, run.batch)
         except WarmpathError:
             logger.warning("batch %s is free once its lease ends", run.batch.id)
+        finally:
+            del self.running[run.batch.id], self._tenants[run.batch.id]
+            if run.batch.ended:
+                self._news.set()
 
     async def _tick(self, run: _Run) -> None:
         """Keep the lease and write the counts. Return once the batch is another's, or the store is gone for long."""

@@ -53,7 +53,7 @@ def test_a_tenants_sessions_are_limited_over_both_ingresses(served: Served) -> N
     """The third is refused wherever it arrives, with the limit and the tenant's numbers, until one of two is left."""
 
     def open_chat(number: int) -> httpx.Response:
-        wanted = {"model": "demo", "max_tokens": 400, "ignore_eos": True, "stream": True, "messages": said(
+        wanted = {"model": "demo", "max_tokens": 4000, "ignore_eos": True, "stream": True, "messages": said(
             ("system", f"Lock {number}."), QUESTION)}  # fmt: skip
         client = httpx.Client(timeout=PATIENCE_S)  # a connection of its own, to any ingress
         request = client.build_request("POST", served.url + CHAT, json=wanted, headers=served.headers("seated"))
@@ -68,7 +68,7 @@ def test_a_tenants_sessions_are_limited_over_both_ingresses(served: Served) -> N
             "place": "ingress", "limit": "concurrent_sessions", "used": 2, "most": 2
         }  # fmt: skip
     for stream in streams:
-        stream.read()
+        stream.close()  # the client leaves, long before the end
     eventually(lambda: open_chat(9).status_code == 200)
     counted = served.get("/metrics", "operator").text
     assert 'limit="concurrent_sessions",place="ingress",tenant="seated"' in counted

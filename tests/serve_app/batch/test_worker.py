@@ -103,9 +103,18 @@ def test_a_line_that_comes_after_another_runner_ended_the_batch_is_tidied(
         batch = await batches.change(TENANTS[0], batch_id, end)
         assert batch is not None
         await batches.tidy(TENANTS[0], batch)
+        remove, tidying = late.batches.objects.remove, asyncio.Event()
+
+        async def slow(tenant: str, kind: str, name: str | None = None) -> bool:
+            tidying.set()
+            await asyncio.sleep(0.1)
+            return await remove(tenant, kind, name)
+
+        monkeypatch.setattr(late.batches.objects, "remove", slow)
         wake.set()
-        await until(lambda: asyncio.sleep(0, not late.running))
-        await late.stop()
+        await asyncio.wait_for(tidying.wait(), 60)
+        await late.stop()  # waits for what has begun
+        assert not late.running
         assert not await batches.done(TENANTS[0], batch)
 
     asyncio.run(run())
