@@ -18,6 +18,7 @@ LIVE = frozenset(
         "aliases",
         "operator_key_sha256",
         "metrics_public",
+        "vllm_metrics",
         "public_prompts",
         "allowed_hosts",
         "enable_docs",

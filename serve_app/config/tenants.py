@@ -130,6 +130,9 @@ class TenantsSection(BaseModel):
     metrics_public: bool = Field(
         False, description="although tenants exist, serve /metrics without an operator key, then without tenant names"
     )
+    vllm_metrics: bool = Field(
+        False, description="/metrics also has vLLM's names of what both count (docs/reference/metrics.md)"
+    )
     secret_file: Path | None = Field(None, description="deployment secret; default: $WARMPATH_SECRET, or a state file")
     prices: dict[str, PriceConfig] = Field(
         default_factory=dict,

@@ -4,8 +4,6 @@ Each alert fires in its case and is silent just below it. promtool checks this i
 """
 
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +13,22 @@ import yaml
 
 from serve_app.ingress.observe.families import FAMILIES
 from tests.harness.boards import ALERTS, BOARDS, DASHBOARD, FOLDER, PANELS, SERIES, WINDOW
+from tests.harness.prometheus import HOW, PROMTOOL, promtool
 
-PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=HOW)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """Series with one value per minute, in promtool's notation: (values that fire, values just below).
 
-    ``labels``: those of the alert, besides its severity.
+    ``labels``: those of the alert, besides its severity. ``value``: the firing value in the alert's texts.
     """
 
     series: dict[str, tuple[str, str]]
     labels: tuple[tuple[str, str], ...] = ()
     minutes: int = 60
+    value: str = ""
 
 
 def increasing(fires: int, silent: int) -> tuple[str, str]:
@@ -71,6 +70,7 @@ CASES = {
             'warmpath_tenant_budget_used_ratio{tenant="acme",ingress="j"}': ("0.5x120", "0.5x120"),
         },
         (("tenant", "acme"),),
+        value="81%",
     ),
     "WarmpathQueueLong": Case(
         {
@@ -126,9 +126,40 @@ def test_every_query_of_the_dashboard_is_promql(tmp_path: Path) -> None:
     promtool("check", "rules", "--lint=none", file)
 
 
-def promtool(*arguments: str | Path) -> None:
-    checked = subprocess.run([str(PROMTOOL), *arguments], capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+CLEARING: dict[str, tuple[dict[str, str], int, int]] = {
+    "WarmpathDown": ({'up{job="warmpath",instance="a"}': "0x30 1x90"}, 20, 35),
+    "WarmpathBudget": ({'warmpath_tenant_budget_used_ratio{tenant="acme",ingress="i"}': "0.81x30 0.79x90"}, 30, 35),
+    "WarmpathRejecting": (
+        {
+            f'warmpath_requests_total{{endpoint="chat",status="{status}",tenant="acme"}}': values
+            for status, values in (("429", "0+12x30 360x90"), ("200", "0+88x120"))
+        },
+        25,
+        60,
+    ),
+}
+"""Series of alerts whose cause ends after half an hour, a minute in which they fire, and one in which they are over."""
+
+
+@needs_promtool
+def test_alerts_clear_when_their_cause_ends(tmp_path: Path) -> None:
+    """A server that is up again, a raised budget, a tenant within its limits: nothing stays on."""
+    alerts = {alert["alert"]: alert for alert in ALERTS}
+    tests = []
+    for name, (series, fires_at, clear_at) in CLEARING.items():
+        fired = promtool_test(alerts[name], fires=True)["alert_rule_test"][0] | {"eval_time": f"{fires_at}m"}
+        over = {"eval_time": f"{clear_at}m", "alertname": name, "exp_alerts": []}
+        given = [{"series": one, "values": values} for one, values in series.items()]
+        tests.append({"interval": "1m", "input_series": given, "alert_rule_test": [fired, over]})
+    file = tmp_path / "clear_test.yaml"
+    rules = {"rule_files": [str(BOARDS / "alerts.yaml")], "evaluation_interval": "1m", "tests": tests}
+    file.write_text(yaml.safe_dump(rules, sort_keys=False))
+    promtool("test", "rules", file)
+
+
+@needs_promtool
+def test_prometheus_accepts_the_rules() -> None:
+    promtool("check", "rules", BOARDS / "alerts.yaml")
 
 
 def promtool_test(alert: dict[str, Any], *, fires: bool) -> dict[str, Any]:
@@ -136,6 +167,7 @@ def promtool_test(alert: dict[str, Any], *, fires: bool) -> dict[str, Any]:
     texts = dict(alert["annotations"])
     for label, value in case.labels:
         texts["summary"] = texts["summary"].replace("{{ $labels." + label + " }}", value)
+    texts["summary"] = texts["summary"].replace("{{ $value | humanizePercentage }}", case.value)
     expected = {"exp_labels": {**alert["labels"], **dict(case.labels)}, "exp_annotations": texts}
     asked = {"eval_time": f"{case.minutes}m", "alertname": alert["alert"], "exp_alerts": [expected] if fires else []}
     given = [{"series": name, "values": pair[0] if fires else pair[1]} for name, pair in case.series.items()]

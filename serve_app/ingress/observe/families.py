@@ -4,6 +4,9 @@ import re
 import sys
 from typing import NamedTuple
 
+from serve_app.ingress.observe.vllm_names import LABELS as VLLM_LABELS
+from serve_app.ingress.observe.vllm_names import OURS
+
 
 class Family(NamedTuple):
     """A metric family. ``name``: its name in PromQL. ``labels``: all except ``le``."""
@@ -335,6 +338,15 @@ SECTIONS = {
 FAMILIES = {family.name: family for _, families in SECTIONS.values() for family in families}
 
 
+def _vllm_family(theirs: str, ours: Family) -> Family:
+    """Return vLLM's family for one of ours, of the same meaning."""
+    kept = (VLLM_LABELS[label] for label in ours.labels if label in VLLM_LABELS)
+    part = "The part of the KV pool that running sequences use: 1 is all of it."
+    return Family(theirs, ours.kind, ("model_name", *kept), part if ours.name.endswith("_blocks") else ours.help)
+
+
+VLLM_FAMILIES = {theirs: _vllm_family(theirs, FAMILIES[ours]) for theirs, ours in OURS.items()}
+
 _INTRODUCTION = """\
 # Metrics
 
@@ -354,6 +366,15 @@ tenant, as reported to clients. `warmpath_prompt_tokens_*` and `warmpath_prefix_
 resent requests included.
 
 With `engine: simulated` no model runs, and all times are simulated.
+"""
+
+_VLLM = """\
+## vLLM's names
+
+With `vllm_metrics: true`, `/metrics` also has these metrics under vLLM's names, for boards and scrapers made for vLLM.
+They mean the same, summed over tenants; the bounds of buckets are ours. `engine` is a replica's id; `finished_reason`
+is `abort` for `cancelled` and `timeout`. Metrics of vLLM without a row have no equal here. `promtool check metrics`
+objects to the colon in these names, as it does in vLLM.
 """
 
 LABELS = {
@@ -399,7 +420,12 @@ def metrics_page() -> str:
         for name, kind, labels, meaning in families:
             lines.append(f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |")
         lines.append("")
-    lines += ["## Labels", "", "All values are from bounded sets.", "", "| label | values |", "|---|---|"]
+    lines += [_VLLM, "| vLLM's metric | ours | labels of vLLM's |", "|---|---|---|"]
+    for name, family in VLLM_FAMILIES.items():
+        shown = ", ".join(f"`{label}`" for label in family.labels)
+        part = ": `used` / all" if family.kind == "gauge" and OURS[name].endswith("_blocks") else ""
+        lines.append(f"| `{name}` | `{OURS[name]}`{part} | {shown} |")
+    lines += ["", "## Labels", "", "All values are from bounded sets.", "", "| label | values |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{label}` | {values} |" for label, values in LABELS.items()), ""])
 
 

@@ -19,7 +19,7 @@ from router.observe import PolicyCounters
 from router.protocol.samples import Histogram as PlainHistogram
 from router.protocol.samples import Labels, Sample
 from serve_app.errors import LimitReason
-from serve_app.ingress.observe.families import FAMILIES, Family
+from serve_app.ingress.observe.families import FAMILIES, VLLM_FAMILIES, Family
 from serve_app.live.tally import GENERATIONS, TTFT_BUCKETS_S, Tally
 
 COMPLETION_TOKENS = "warmpath_tenant_completion_tokens_total"
@@ -189,13 +189,16 @@ def samples_of(values: Mapping[str, float], *labels: tuple[str, str]) -> list[Sa
     return [(name, labels, float(value)) for name, value in values.items()]
 
 
+_SHOWN = {**FAMILIES, **VLLM_FAMILIES}
+
+
 def _family_of(sample: Sample) -> Family | None:
     """Return a sample's family, None for an undocumented sample."""
     name, labels, _ = sample
-    family = FAMILIES.get(name)
+    family = _SHOWN.get(name)
     if family is None or family.kind == "histogram":
         ends = ("_bucket", "_sum", "_count")
-        family = next((FAMILIES.get(name.removesuffix(end)) for end in ends if name.endswith(end)), None)
+        family = next((_SHOWN.get(name.removesuffix(end)) for end in ends if name.endswith(end)), None)
         if family is None or family.kind != "histogram":
             return None
     known = (*family.labels, "model", *(["le"] if family.kind == "histogram" else []))

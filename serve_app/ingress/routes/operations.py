@@ -13,6 +13,7 @@ from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
 from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.metrics import render, without_tenants
 from serve_app.ingress.observe.reports import ExplainBody
+from serve_app.ingress.observe.vllm_names import vllm_samples
 from serve_app.ingress.prompts import PromptBody
 from serve_app.ingress.routes.handler import Front, guarded, takes
 from serve_app.usage import days, usage_csv, usage_document
@@ -136,6 +137,8 @@ async def metrics(request: Request, services: Front) -> Response:
     samples = await services.all_samples()
     if not services.access.guard.sees_all(request):
         samples = without_tenants(samples)
+    if services.config.vllm_metrics:
+        samples += vllm_samples(samples, services.config.model_name)
     return Response(render(samples), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -36,9 +36,10 @@ from serve_app.fairness.shares import Shares
 from serve_app.generation.prepare import Limits, Preparer, session_key
 from serve_app.ingress.observe import reports as module
 from serve_app.ingress.observe.answer_meter import AnswerMeter
-from serve_app.ingress.observe.families import FAMILIES, LABELS, SECTIONS, metrics_page
+from serve_app.ingress.observe.families import FAMILIES, LABELS, SECTIONS, VLLM_FAMILIES, metrics_page
 from serve_app.ingress.observe.metrics import IngressMetrics, render, router_samples, with_label, without_tenants
 from serve_app.ingress.observe.reports import MOST_FINAL, FinalSessions, SessionList, cache_state, explanation
+from serve_app.ingress.observe.vllm_names import vllm_samples
 from serve_app.ingress.routes.application import make_application
 from serve_app.live.replicas import replica_rows
 from serve_app.replica.lifecycle.handover import MoveMeters, Receipt
@@ -180,6 +181,38 @@ def test_rendered_samples_parse_back() -> None:
     counted = {"best_cached": 0, "selected_cached": 0, "delivered_cached": 24, "prompt": 40}
     for name, tokens in counted.items():
         assert parsed[f"warmpath_router_{name}_tokens_total", labels] == tokens
+
+
+def test_vllms_names_have_the_same_values_by_replica_and_model(make_engine: MakeEngine) -> None:
+    """Summed over tenants, ends by vLLM's reasons, the pool's used part from its blocks; every name is shown."""
+    engine, metrics = make_engine(num_blocks=24), IngressMetrics()
+    run_all(engine, [request(f"r{i}", prompt(40, i), 3, tenant=tenant) for i, tenant in enumerate(("a", "b"))])
+    metrics.expect(["a", "b"])
+    metrics.first_token("a", 0.1, 40, 24)
+    metrics.first_token("b", 0.1, 40, 24)
+    labels: Labels = (("engine", "torch"), ("replica", "one"), ("model", "poet"))
+    ends = [("cancelled", 2.0), ("timeout", 1.0), ("stop", 5.0)]
+    ours: list[Sample] = [
+        *with_label([one for one in engine.stats().samples if "finished" not in one[0]], "replica", "one"),
+        *with_label(metrics.samples(), "ingress", "i"),
+        *[("warmpath_requests_finished_total", (*labels, ("finished_reason", end)), count) for end, count in ends],
+        *[
+            ("warmpath_kv_cache_blocks", (*labels, ("state", state)), blocks)
+            for state, blocks in (("used", 6.0), ("cached", 10.0), ("free", 8.0))
+        ],
+    ]
+    families = list(text_string_to_metric_families(render(vllm_samples(ours, "demo")).decode()))
+    shown = {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+    demo, poet = (("engine", "one"), ("model_name", "demo")), (("engine", "one"), ("model_name", "poet"))
+    assert shown["vllm:prompt_tokens_total", demo] == 80
+    assert shown["vllm:prefix_cache_queries_total", demo] == 80, "of both tenants"
+    assert shown["vllm:generation_tokens_total", demo] == 6
+    assert shown["vllm:time_to_first_token_seconds_count", (("ingress", "i"), ("model_name", "demo"))] == 2
+    assert shown["vllm:kv_cache_usage_perc", poet] == 0.25
+    for end, count in (("abort", 3.0), ("stop", 5.0)):
+        assert shown["vllm:request_success_total", tuple(sorted((*poet, ("finished_reason", end))))] == count
+    counters = {name.removesuffix("_total") for name in VLLM_FAMILIES}
+    assert {family.name for family in families} == counters
 
 
 def test_without_tenants_only_sums_are_left() -> None:

@@ -293,6 +293,21 @@ def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.Monk
         assert (b"acme" in answer.content) == (shown is named)
 
 
+def test_vllms_names_are_served_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come beside ours. (docs: metrics)"""
+
+    async def all_samples(services: Services) -> list[Sample]:
+        return [("warmpath_num_requests_running", (("engine", "torch"), ("replica", "r")), 2.0)]
+
+    monkeypatch.setattr(Services, "all_samples", all_samples)
+    ours = b'warmpath_num_requests_running{engine="torch",replica="r"} 2.0'
+    theirs = b'vllm:num_requests_running{engine="r",model_name="demo"} 2.0'
+    for asked in (False, True):
+        shown = get("/metrics", AppConfig(model="demo", vllm_metrics=asked)).content
+        assert ours in shown
+        assert (theirs in shown) == (b"vllm:" in shown) == asked
+
+
 def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> None:
     """It stays green, because the earlier settings apply. Only operators see the refusal. (docs: cluster)"""
     core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"])
