@@ -17,7 +17,8 @@ from serve_app.api.request import ChatRequest, ignored_fields
 from serve_app.batch.answered import AnsweredLine
 from serve_app.batch.batch_file import APIS, BatchRequest
 from serve_app.batch.order import LANES, LineRunner, as_given, beginnings, grouped
-from serve_app.cache_misses import REMEDIES, MissReason, SeenPrompt, explain, is_miss
+from serve_app.cache_misses.reasons import SeenPrompt, explain, is_miss
+from serve_app.cache_misses.rules import REMEDIES, MissReason
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig

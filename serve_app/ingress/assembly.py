@@ -21,7 +21,7 @@ from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
 from serve_app.budgets import Budgets
-from serve_app.cache_misses import MissDetector, PromptMemory
+from serve_app.cache_misses.detector import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.limits import max_model_len

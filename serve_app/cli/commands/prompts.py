@@ -1,14 +1,19 @@
 """`warmpath prompts`: versions of system prompts. Keys are read from the environment: a command line is visible."""
 
+import json
 import os
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
 
 from serve_app.cli.console import Commands, fail, harmless
 from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError
+
+if TYPE_CHECKING:
+    from serve_app.cache_misses.lint import LintReport, Tokens
 
 OPERATOR_KEY = "WARMPATH_OPERATOR_KEY"
 TENANT_KEY = "WARMPATH_API_KEY"
@@ -17,7 +22,10 @@ TIMEOUT_S = 1800.0
 """A long prompt needs time on each replica, one after another."""
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, verify, switch."
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Versions of system prompts: lint, lock, verify, switch.",
 )
 
 Ref = Annotated[str, typer.Argument(help="NAME@VERSION")]
@@ -30,6 +38,13 @@ Url = Annotated[
         help=f"the instance's URL; the operator's key is read from ${OPERATOR_KEY} or ${TENANT_KEY}",
     ),
 ]
+
+
+class OutputFormat(StrEnum):
+    """Forms of a report."""
+
+    text = "text"
+    json = "json"
 
 
 Model = Annotated[str | None, typer.Option(help="whose prompts, if the instance has several models")]
@@ -98,6 +113,76 @@ def verify(directory: PromptsDirectory = Path("prompts")) -> None:
     if problems:
         raise typer.Exit(1)
     print(f"{directory}: {len(locks)} prompts, all as they were locked")
+
+
+@app.command()
+def lint(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="prompts, templates, folders of them, requests as JSON or lines, logs; - for standard input"
+        ),
+    ],
+    constant: Annotated[
+        list[str] | None, typer.Option(help="a template's placeholder that is the same in all requests; repeatable")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="count by this model's tokenizer, named as for `warmpath serve`; default: about")
+    ] = None,
+    output: Annotated[OutputFormat, typer.Option("--format", help="text or json")] = OutputFormat.text,
+) -> None:
+    """Find what keeps prompts out of the cache, before a deploy: what changes, standing before what stays.
+
+    Exits with 1 if there is any.
+    """
+    # numpy and tokenizers take longer to import than all other commands to run.
+    from serve_app.cache_misses.lint import Linter, RoughTokens
+    from serve_app.errors import InvalidRequest
+
+    try:
+        report = Linter(RoughTokens() if model is None else _tokens_of(model), constant or ()).read(files)
+    except InvalidRequest as error:
+        fail(error.message)
+    if output is OutputFormat.json:
+        findings = [finding.shown() for finding in report.findings]
+        told = {
+            name: getattr(report, name) for name in ("prompts", "prompt_tokens", "lost_tokens", "notes", "unlisted")
+        }
+        print(json.dumps({"findings": findings, **told, "exact": model is not None}, ensure_ascii=False, indent=2))
+    else:
+        _print_findings(report, "" if model is not None else "about ")
+    if report.findings:
+        raise typer.Exit(1)
+
+
+def _tokens_of(model: str) -> "Tokens":
+    """Return the tokenizer of a model, or exit with 2."""
+    from serve_app.cache_misses.lint import ModelTokens
+    from serve_app.checkpoints.checkpoint import CheckpointError
+    from serve_app.checkpoints.sources import resolve_model
+
+    try:
+        return ModelTokens(resolve_model(model, weights=False))
+    except (CheckpointError, OSError, ValueError) as error:
+        fail(str(error))
+
+
+def _print_findings(report: "LintReport", about: str) -> None:
+    from serve_app.cache_misses.rules import REMEDIES
+
+    for one in report.findings:
+        place = f"{one.part}, line {one.part_line}: " if one.part else ""
+        found = f"{one.found!r}: " if one.found else ""
+        many = f", in each of {len(one.lost):,} requests" if len(one.lost) > 1 else ""
+        again = "were computed again" if one.seen else "will be computed again"
+        cost = f"{about}{one.lost_tokens:,} tokens behind it {again}{many}"
+        print(harmless(f"{one.path}:{one.line}: {place}{found}{one.what}; {cost}. {REMEDIES[one.reason]}"))
+    for note in report.notes:
+        print(harmless(f"note: {note}"))
+    more = f", and {report.unlisted:,} more" if report.unlisted else ""
+    share = f", {report.lost_tokens / report.prompt_tokens:.0%} of all" if report.prompt_tokens else ""
+    lost = f": {about}{report.lost_tokens:,} tokens lost{share}" if report.findings else ""
+    print(f"prompts: {report.prompts:,}; findings: {len(report.findings):,}{more}{lost}")
 
 
 def _ask(

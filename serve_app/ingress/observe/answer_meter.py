@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from router.protocol.request import Decision
 from serve_app.api.request import ChatRequest, GenerateRequest
-from serve_app.cache_misses import MissDetector
+from serve_app.cache_misses.detector import MissDetector
 from serve_app.engine.protocol import EngineRequest, FirstToken, Prefilled
 from serve_app.errors import LimitReason, WarmpathError
 from serve_app.fairness.front_door import FrontDoor

@@ -12,7 +12,7 @@ from msgspec import structs
 from tokenizers import AddedToken
 
 from serve_app.api.request import ChatRequest, reasoning_fields
-from serve_app.cache_misses import SeenPrompt, explain
+from serve_app.cache_misses.reasons import SeenPrompt, explain
 from serve_app.checkpoints.demo_model import ensure_demo_model
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest, FirstToken

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from router.protocol.block_hash import PrefixScope
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
-from serve_app.cache_misses import MissDetector, PromptMemory
+from serve_app.cache_misses.detector import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig

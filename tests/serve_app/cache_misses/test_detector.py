@@ -12,22 +12,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope
-from serve_app import cache_misses as detector
-from serve_app.cache_misses import (
-    FAMILY_PROMPTS,
-    GRAM,
-    MAX_AT_ONCE,
-    MAX_FAMILIES,
-    MAX_PROMPT_TOKENS,
-    Miss,
-    MissDetector,
-    PromptMemory,
-    SeenPrompt,
-    classify,
-    equal_behind,
-    is_miss,
-    value_there,
-)
+from serve_app.cache_misses import detector
+from serve_app.cache_misses.detector import FAMILY_PROMPTS, MAX_AT_ONCE, MAX_FAMILIES, MissDetector, PromptMemory
+from serve_app.cache_misses.reasons import GRAM, MAX_PROMPT_TOKENS, Miss, SeenPrompt, equal_behind, is_miss
+from serve_app.cache_misses.rules import classify, value_there
 from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
@@ -247,6 +235,8 @@ def test_the_equal_part_behind_agrees_with_a_naive_search(new: list[int], old: l
         ("t=1763800000 x", "t=1763800001 x", "time"),
         ("Turn 3:", "Turn 4:", "id"),
         ("as 6f1c1d1e-0d5f-4c3e-9a53-0a5b8a2a9c11.", "as 6f1c1d1e-0d5f-4c3e-9a53-0a5b8a2a9c12.", "id"),
+        ("Mail ada@a.example now", "Mail bob@a.example now", "user"),
+        ("You are talking to Ada.", "You are talking to Bob.", "user"),
         ("a  b and so on", "a b and so on", "whitespace"),
         ('x {"a": 1, "b": [2, 3]} y', 'x {"b": [2, 3], "a": 1} y', "reordered"),
         ("- one\n- two\nend", "- two\n- one\nend", "reordered"),
