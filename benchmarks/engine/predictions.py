@@ -85,9 +85,11 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         drafting = {"method": NGRAM, "num_speculative_tokens": arguments.drafts}
     routed = Routed()
     with tempfile.TemporaryDirectory(prefix="warmpath-predictions-") as directory, ExitStack() as stack:
-        if drafting and drafting.get("method") == "eagle" and "model" not in drafting:
-            drafting = {**drafting, "model": str(make_eagle_head(model, Path(directory) / "head"))}
         info = load_checkpoint_info(model)
+        if drafting and drafting.get("method") in ("eagle", "eagle3") and "model" not in drafting:
+            drafts = info.vocab_size // 2 if drafting["method"] == "eagle3" else None
+            head = make_eagle_head(model, Path(directory) / "head", draft_vocab_size=drafts)
+            drafting = {**drafting, "model": str(head)}
         config = AppConfig(
             model=str(model),
             engine=arguments.engine,

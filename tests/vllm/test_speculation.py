@@ -43,6 +43,15 @@ def eagle(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
+def eagle3(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """A drafter that reads states of three layers and drafts half of the vocabulary."""
+    head = make_eagle_head(demo_model_path, tmp_path_factory.mktemp("eagle3") / "head", draft_vocab_size=2048)
+    drafting = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    with both_engines(demo_model_path, speculative_config=drafting) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def twin(demo_model_path: Path) -> Iterator[Both]:
     """The model drafts for itself, so that every draft is right as long as the drafter's KV is."""
     drafting = {"method": "draft_model", "model": str(demo_model_path), "num_speculative_tokens": 3}
@@ -81,7 +90,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("drafter", ["both", "eagle"], indirect=True)
+@pytest.mark.parametrize("drafter", ["both", "eagle", "eagle3"], indirect=True)
 def test_tokens_are_those_without_drafts_alone_in_a_batch_and_from_the_middle(drafter: Both) -> None:
     """Greedy, seeded, under rules: the built-in engine has no drafts, vLLM accepts some in each batch."""
     both = drafter
@@ -181,7 +190,7 @@ def test_the_directory_predicts_the_delivered_tokens(drafter: Both) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("drafter", ["both", "eagle", "twin"], indirect=True)
+@pytest.mark.parametrize("drafter", ["both", "eagle", "eagle3", "twin"], indirect=True)
 def test_a_prompts_last_token_alone_goes_with_a_turn_of_its_tenant(drafter: Both) -> None:
     """vLLM pads it with space for drafts, and stops for good if a turn cuts that."""
     both = drafter
@@ -197,7 +206,7 @@ def test_a_prompts_last_token_alone_goes_with_a_turn_of_its_tenant(drafter: Both
 LENGTHS = (BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 500, 32 * BLOCK + 1)
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "twin"], indirect=True)
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3", "twin"], indirect=True)
 def test_a_repeated_prompt_finds_as_much_as_without_drafts(drafter: Both) -> None:
     """All whole blocks before its last token; the answer is the one without drafts."""
     both = drafter
