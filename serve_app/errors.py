@@ -68,6 +68,13 @@ class InvalidRequest(WarmpathError):
     code: str | None = None
 
 
+class Conflict(InvalidRequest):
+    """The object's state does not allow this."""
+
+    status = 409
+    code = "conflict"
+
+
 class ContextLengthExceeded(InvalidRequest):
     """Prompt plus max_tokens cannot fit the model or the pool."""
 

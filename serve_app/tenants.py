@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from serve_app.config.tenants import TenantConfig
-from serve_app.errors import AuthenticationFailed
+from serve_app.errors import AuthenticationFailed, Overloaded
 
 MIN_SECRET_CHARS = 16
 WORKER_KEY_VARIABLE = "WARMPATH_WORKER_KEY"
@@ -125,12 +125,13 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """``expires_s``: in seconds since 1970, None: never."""
+    """``expires_s``: in seconds since 1970, None: never. ``disabled``: its tenant is."""
 
     digest: bytes
     tenant: Tenant
     expires_s: float | None
     revoked: bool
+    disabled: bool
 
 
 class Tenants:
@@ -146,36 +147,39 @@ class Tenants:
         *,
         operator_key_sha256: Sequence[str] = (),
         aliases: Mapping[str, str] = MappingProxyType({}),
+        refusal: str = "",
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self._secret = secret
         self._now_s = now_s
-        self.configure(configs, operator_key_sha256, aliases)
+        self.configure(configs, operator_key_sha256, aliases, refusal)
 
     def configure(
         self,
         configs: Sequence[TenantConfig],
         operator_key_sha256: Sequence[str],
         aliases: Mapping[str, str] = MappingProxyType({}),
+        refusal: str = "",
     ) -> None:
-        """Replace tenants and operators. Authenticated requests stay authenticated. ``aliases``: names of models."""
+        """Replace tenants and operators. Authenticated requests stay authenticated. ``aliases``: names of models.
+
+        ``refusal``: why every client is refused, "": none is. Operators still are known.
+        """
         self.aliases = aliases
-        named = [
-            (key, tenant) for config in configs for tenant in (_tenant(config, aliases),) for key in config.key_sha256
-        ]
+        self.refusal = refusal
+        self.open = not configs and not refusal
+        """Whether no tenant is configured. Every client then is the tenant ``default``."""
+        known = [(config, _tenant(config, aliases)) for config in configs]
         self._keys = {
             (digest := bytes.fromhex(key.sha256)): _Key(
-                digest, tenant, key.expires.timestamp() if key.expires else None, key.revoked
+                digest, tenant, key.expires.timestamp() if key.expires else None, key.revoked, config.disabled
             )
-            for key, tenant in named
+            for config, tenant in known
+            for key in config.key_sha256
         }
-        self._by_name = {tenant.name: tenant for _, tenant in named} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
+        default = {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)} if self.open else {}
+        self._by_name = default or {tenant.name: tenant for config, tenant in known if not config.disabled}
         self._operator_keys = [bytes.fromhex(key) for key in operator_key_sha256]
-
-    @property
-    def open(self) -> bool:
-        """Whether no tenant is configured. Every client then is the tenant ``default``."""
-        return not self._keys
 
     @property
     def has_operators(self) -> bool:
@@ -187,10 +191,12 @@ class Tenants:
 
         The time of a look-up can only tell of a digest, from which no key follows.
         Unless the deployment is ``open``, raises AuthenticationFailed without a key, or with an unknown, revoked or
-        expired one.
+        expired one. Raises Overloaded while every client is refused.
         """
         if self.open:
             return Tenant(DEFAULT_TENANT)
+        if self.refusal:
+            raise Overloaded(self.refusal, code="tenants_missing", retry_after_s=5)
         digest = _bearer_digest(authorization)
         found = self._keys.get(digest)
         if found is None or not hmac.compare_digest(found.digest, digest):
@@ -205,6 +211,8 @@ class Tenants:
             raise AuthenticationFailed(f"{wrong} as `Authorization: Bearer KEY`.")
         if found.revoked:
             raise AuthenticationFailed("This API key was revoked; use another one.")
+        if found.disabled:
+            raise AuthenticationFailed("The tenant of this API key is disabled; ask its operator.")
         if found.expires_s is not None and found.expires_s <= self._now_s():
             expired = datetime.fromtimestamp(found.expires_s, UTC).isoformat()
             raise AuthenticationFailed(f"This API key expired at {expired}; use a newer one.")
@@ -212,7 +220,7 @@ class Tenants:
 
     @property
     def by_name(self) -> dict[str, Tenant]:
-        """The tenants by name; only ``default`` if none is configured."""
+        """The tenants by name, without disabled ones; only ``default`` if none is configured."""
         return self._by_name
 
     def is_operator(self, authorization: str | None) -> bool:
@@ -220,6 +228,11 @@ class Tenants:
         digest = _bearer_digest(authorization)
         matches = [hmac.compare_digest(known, digest) for known in self._operator_keys]
         return any(matches)
+
+    @staticmethod
+    def operator_id(authorization: str | None) -> str:
+        """Return the name of an operator's key for the log of changes. No key follows from it."""
+        return f"operator_{_bearer_digest(authorization).hex()[:16]}"
 
     def salt(self, tenant: Tenant, cache_salt: str | None) -> bytes:
         """Return the 32-byte salt of a tenant's or trust group's scope, which a ``cache_salt`` divides further.

@@ -93,6 +93,7 @@ class TenantConfig(BaseModel):
         min_length=1,
         description="SHA-256 of each of the tenant's API keys, or `{sha256: ..., expires: ..., revoked: ...}`",
     )
+    disabled: bool = Field(False, description="refuse all of its keys, and run none of its batches")
     models: list[str] | None = Field(None, description="models and LoRA adapters it may use, by name; default: all")
     requests_per_second: float | None = Field(
         None, gt=0, le=1_000_000, description="rate of new requests; one second's worth (at least one) may burst"
@@ -125,7 +126,12 @@ class TenantsSection(BaseModel):
     )
     prompts_dir: Path | None = Field(None, description="versioned prompts with prompts.lock (`warmpath prompts add`)")
     operator_key_sha256: list[Sha256Hex] = Field(
-        default_factory=list, description="SHA-256 of each key for /metrics, /v1/cache, adapters and resets"
+        default_factory=list, description="SHA-256 of each key for /metrics, /v1/cache, /v1/admin, adapters and resets"
+    )
+    require_tenants: bool | None = Field(
+        None,
+        description="without any tenant, refuse every client instead of serving all; default: if the database knows "
+        "that there were some",
     )
     metrics_public: bool = Field(
         False, description="although tenants exist, serve /metrics without an operator key, then without tenant names"

@@ -27,6 +27,7 @@ from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources import load_served_model
 from serve_app.config.app import AppConfig
+from serve_app.errors import WarmpathError
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.levels import Levels
 from serve_app.fairness.queue import FairWorkers
@@ -56,6 +57,7 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.reports import FinalSessions, SessionList
 from serve_app.ingress.prompts import PromptAdmin, Warmer
 from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services, limits_of
+from serve_app.ingress.tenant_admin import TenantAdmin
 from serve_app.live.live import Live
 from serve_app.live.prefixes import PrefixTable
 from serve_app.live.tally import RATES
@@ -64,7 +66,16 @@ from serve_app.prompts.registry import Prompts, PromptTraffic
 from serve_app.ray_compat import on_head_node
 from serve_app.replica.token_channel import TokenReceiver
 from serve_app.sessions import SessionLimit
-from serve_app.stored import URL_VARIABLE, Database, StorageLimits, StoredObjects, StoredResponses, open_database
+from serve_app.stored import (
+    URL_VARIABLE,
+    Database,
+    StorageLimits,
+    StoredObjects,
+    StoredResponses,
+    StoreError,
+    open_database,
+)
+from serve_app.tenancy.registry import TenantRegistry
 from serve_app.tenants import Tenants, load_secret, own_state_dir
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing import Tracer, open_tracer
@@ -96,6 +107,7 @@ class _Common:
     drain: Drain
     limits: TenantLimits
     budgets: Budgets
+    admin: TenantAdmin
     guard: RouteGuard
     broadcast: Broadcast
     receiver: TokenReceiver
@@ -113,6 +125,13 @@ async def make_services(config: AppConfig, args: AppConfig, *replicas: Deploymen
     ``replicas``: those of each served model. One of several models that cannot be served leaves the others.
     """
     common = await _make_common(config, replicas[0])
+    services = await _make_models(common, config, args, *replicas)
+    common.admin.changed = services.tenants_changed
+    common.admin.registry.start(services.tenants_changed)
+    return services
+
+
+async def _make_models(common: _Common, config: AppConfig, args: AppConfig, *replicas: DeploymentHandle) -> Services:
     if not config.models:
         only = await _make_model(common, config, args, replicas[0])
         SessionLimit(common.limits, config.block_size, lambda: only.fleet.core.loads.prefill_tokens_per_s)
@@ -142,12 +161,29 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
     context = serve.get_replica_context()
     app_name, name = context.app_name, context.replica_id.unique_id
     secret = load_secret(secret_file=config.secret_file)
-    tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256, aliases=config.aliases)
+    # Its threads' shares are those of the requests below, once the tenants in its database are known.
+    shares, bounds = Shares({}), StorageLimits(config.responses_ttl_s, config.responses_max_bytes)
+    store_workers = FairWorkers(shares)
+    database = await open_storage(config, bounds)
+    objects: StoredObjects | None = None
+    if database is not None:
+        objects = StoredObjects(database, secret, store_workers, replace(bounds, max_bytes=config.files_max_bytes))
+    registry = await _registry(objects, config)
+    config = registry.in_force(config)
+    tenants = Tenants(
+        config.tenants,
+        secret,
+        operator_key_sha256=config.operator_key_sha256,
+        aliases=config.aliases,
+        refusal=registry.refusal,
+    )
     if tenants.open:
         logger.warning("no tenants are configured: every client of this port is the tenant `default`")
+    if tenants.refusal:
+        logger.error("every client is refused: %s", tenants.refusal)
     if not os.environ.get(CALLBACK):
         logger.warning("no bounds of slow clients, and headers can steer Ray: set %s=%s", CALLBACK, CLIENT_HEADERS)
-    shares = Shares(config.cache_shares)
+    shares.set_weights(config.cache_shares)
     metrics, drain = IngressMetrics(), Drain()
     metrics.expect(tenants.by_name)
     broadcast = Broadcast(replica, app_name, config.ingress_replicas)
@@ -155,11 +191,6 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
     limits = TenantLimits(config.tenants, config.ingress_replicas, levels=levels)
     observers = Observers(refused=[metrics.refused], missed=[metrics.missed])
     ledger = await asyncio.to_thread(Ledger, config.usage_file, config.block_size)
-    bounds, store_workers = StorageLimits(config.responses_ttl_s, config.responses_max_bytes), FairWorkers(shares)
-    database = await open_storage(config, bounds)
-    objects: StoredObjects | None = None
-    if database is not None:
-        objects = StoredObjects(database, secret, store_workers, replace(bounds, max_bytes=config.files_max_bytes))
     desk: BatchDesk | None = None
     if objects and config.files_max_bytes:
         desk = BatchDesk(objects, name, lambda: tenants.by_name, aliases=lambda: tenants.aliases)
@@ -181,6 +212,7 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
         drain,
         limits,
         budgets,
+        TenantAdmin(registry, broadcast),
         RouteGuard(tenants, metrics, drain, limits, config.allowed_hosts, observers),
         broadcast,
         TokenReceiver(ray.util.get_node_ip_address()),
@@ -200,6 +232,7 @@ async def _make_model(
 
     Raises ValueError and OSError for a model that cannot be served.
     """
+    config = common.admin.registry.in_force(config)
     tenants, shares, workers, limits = common.tenants, common.shares, common.workers, common.limits
     app_name, tracer, model = common.app_name, common.tracer, config.model_name
     info = await asyncio.to_thread(load_served_model, config)
@@ -290,7 +323,7 @@ async def _make_model(
         config,
         app_name,
         common.name,
-        Access(tenants, common.guard, shares, limits, common.budgets, front_door, common.drain),
+        Access(tenants, common.guard, shares, limits, common.budgets, front_door, common.drain, common.admin),
         Catalog(
             model_body(model, int(time.time()), lengths.max_model_len),
             tokenizer,
@@ -322,7 +355,8 @@ async def _make_model(
 async def open_storage(config: AppConfig, bounds: StorageLimits) -> Database | None:
     """Open the database of responses, files and batches, None if the deployment stores none. Raises StoreError."""
     budgets = any(tenant.budget is not None for tenant in config.tenants)
-    if not (config.store_responses or config.files_max_bytes or budgets):
+    stores = config.store_responses or config.files_max_bytes or budgets or config.require_tenants
+    if not (stores or config.operator_key_sha256):
         return None
     url, given = os.environ.get(URL_VARIABLE), config.responses_file
     if not url and given is None and not await asyncio.to_thread(on_head_node):
@@ -333,7 +367,26 @@ async def open_storage(config: AppConfig, bounds: StorageLimits) -> Database | N
         )
         return None
     file = (given or own_state_dir() / "responses.sqlite").expanduser()
-    return await asyncio.to_thread(open_database, url, file, bounds)
+    try:
+        return await asyncio.to_thread(open_database, url, file, bounds)
+    except StoreError:
+        if stores or url or given is not None or await asyncio.to_thread(file.exists):
+            raise
+        logger.warning("operators cannot change tenants and keys here: %s cannot be made", file)
+        return None
+
+
+async def _registry(objects: StoredObjects | None, config: AppConfig) -> TenantRegistry:
+    """Return the tenants of the settings and of the database, read now if that answers."""
+    registry = TenantRegistry(objects, config)
+    try:
+        await registry.look()
+        # What is at the default place may be the database of another deployment of the same user.
+        if config.tenants and (os.environ.get(URL_VARIABLE) or config.responses_file is not None):
+            await registry.remember()
+    except WarmpathError as error:
+        logger.warning("tenants and keys: %s", error.message)
+    return registry
 
 
 def about(config: AppConfig) -> dict[str, Any]:

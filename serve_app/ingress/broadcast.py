@@ -65,6 +65,17 @@ class Broadcast:
             logger.warning("an ingress does not tell what tenants have at once", exc_info=True)
             return ()
 
+    async def keep_tenants(self) -> bool:
+        """Return whether every ingress that answers has a database of tenants and keys; one that cannot stops nobody.
+
+        A key that has leaked is to end on all others.
+        """
+        try:
+            return all(await self.ingresses("keeps_tenants", timeout_s=LEVEL_S))
+        except (RayError, DeploymentUnavailableError, TimeoutError):
+            logger.warning("an ingress does not tell whether it has the database of tenants", exc_info=True)
+            return True
+
     async def connect(
         self, adapters: AdapterRegistry, learn: Callable[[], Awaitable[None]], *, from_zero: bool = False
     ) -> None:

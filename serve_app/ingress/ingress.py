@@ -96,6 +96,10 @@ class Ingress:
         """Return the usage in this ingress' file; the ingress that serves /v1/usage calls this."""
         return await self._services.records.usage.here(first_day, last_day, tenant)
 
+    async def keeps_tenants(self) -> bool:
+        """Return whether this ingress has a database of tenants and keys; one that changes them calls this."""
+        return self._services.access.admin.registry.has_database
+
     async def tenant_level(self, question: LevelQuestion) -> LevelAnswer:
         """Return what a tenant has at this ingress; one that may be over a limit calls this."""
         return self._services.access.limits.levels.told(question)

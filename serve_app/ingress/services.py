@@ -35,11 +35,13 @@ from serve_app.ingress.models import BODIES, Models
 from serve_app.ingress.observe import metrics as figures
 from serve_app.ingress.observe.reports import SessionList, cache_state, explanation, names_in
 from serve_app.ingress.prompts import PromptAdmin
+from serve_app.ingress.tenant_admin import TenantAdmin
 from serve_app.live.live import Live
 from serve_app.notices import read, read_shown
 from serve_app.prompts.registry import Prompts, version_samples
 from serve_app.replica.token_channel import TokenReceiver
 from serve_app.stored import StoredResponses
+from serve_app.tenancy.registry import TenantRegistry
 from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing import Tracer
@@ -59,10 +61,18 @@ class Access:
     budgets: Budgets
     front_door: FrontDoor
     drain: Drain
+    admin: TenantAdmin
+
+    @property
+    def registry(self) -> TenantRegistry:
+        """The tenants of the settings and of the database."""
+        return self.admin.registry
 
     def configure(self, config: AppConfig) -> None:
         """Use other tenants and limits; running requests keep their old ones."""
-        self.tenants.configure(config.tenants, config.operator_key_sha256, config.aliases)
+        self.tenants.configure(
+            config.tenants, config.operator_key_sha256, config.aliases, refusal=self.registry.refusal
+        )
         self.shares.set_weights(config.cache_shares)
         self.limits.configure(config.tenants)
         self.front_door.configure(config.max_queued_requests, BODIES * config.max_body_bytes)
@@ -151,6 +161,18 @@ class Services:
         self.access.budgets.configure(config.tenants, config.prices)
         await self.catalog.replace_prompts(config)
         self.fleet.core.configure(RouterSettings.from_json(config.routing()))
+        self.access.registry.declare(config)
+        self._use(self.access.registry.in_force(config))
+
+    def tenants_changed(self) -> None:
+        """Put the tenants and keys that the registry knows in force, for every model."""
+        for services in self.all:
+            services._use(self.access.registry.in_force(services.config))
+        if self.several is not None:
+            self.several.metrics.expect(self.access.tenants.by_name)
+
+    def _use(self, config: AppConfig) -> None:
+        self.access.budgets.configure(config.tenants, config.prices)
         self.access.configure(config)
         self.records.metrics.expect(self.access.tenants.by_name)
         self.catalog.configure(config)
@@ -172,7 +194,8 @@ class Services:
 
     def ready(self) -> bool:
         """Return whether requests can be answered, by a replica that runs or one that starts for them."""
-        return self.fleet.ready() or (self.config.first_replicas == 0 and not self.fleet.core.replica_ids)
+        replicas = self.fleet.ready() or (self.config.first_replicas == 0 and not self.fleet.core.replica_ids)
+        return replicas and not self.access.tenants.refusal
 
     @property
     def deployment(self) -> tuple[str, str]:

@@ -20,12 +20,12 @@ from serve_app.errors import NotFound, WarmpathError
 from serve_app.ingress.guard import Api, foreign_host
 from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.tracing import TraceRequests
-from serve_app.ingress.routes import batches, events, generation, operations, page, responses, tokens
+from serve_app.ingress.routes import admin, batches, events, generation, operations, page, responses, tokens
 from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI
 from serve_app.ingress.services import Services
 
 OPENAPI_PATH = "/openapi.json"
-ROUTERS = tuple(each.router for each in (generation, responses, batches, tokens, operations, events, page))
+ROUTERS = tuple(each.router for each in (generation, responses, batches, tokens, operations, admin, events, page))
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 
 

@@ -11,7 +11,7 @@ from serve_app.api.request import ignored_fields
 from serve_app.batch.batches import OF_INPUT, StoredBatch, new_id
 from serve_app.batch.files import MAX_FILE_BYTES
 from serve_app.batch.wire import BatchBody, MessageBatchBody, PageQuery, anthropic_batch, expiry_of, openai_batch, page
-from serve_app.errors import InvalidRequest, NotFound
+from serve_app.errors import Conflict, InvalidRequest, NotFound
 from serve_app.ingress.batches import BatchDesk
 from serve_app.ingress.http import WARNING, body_parts, json_response, read_body
 from serve_app.ingress.models import BODIES
@@ -24,13 +24,6 @@ router = APIRouter(tags=["batches"])
 BATCHES_PATH = "/v1/messages/batches"
 PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")
 DAY_S = 86_400.0
-
-
-class Conflict(InvalidRequest):
-    """The object's state does not allow this."""
-
-    status = 409
-    code = "conflict"
 
 
 def _desk(request: Request, services: Services) -> tuple[BatchDesk, str]:

@@ -102,6 +102,8 @@ async def health(request: Request, services: Front) -> Response:
     body = {"status": status, "replicas": sum(replicas.values())}
     if services.several is not None and services.access.guard.sees_all(request):
         body["models"] = await services.several.health()
+    if services.access.tenants.refusal and services.access.guard.sees_all(request):
+        body["refuses_all"] = services.access.tenants.refusal
     if services.refused_settings and services.access.guard.sees_all(request):
         body["refused_user_config"] = services.refused_settings
     return json_response(body, 200 if ready and not stopping else 503)

@@ -38,8 +38,10 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.reports import SessionList
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
+from serve_app.ingress.tenant_admin import TenantAdmin
 from serve_app.prompts.registry import PromptTraffic
 from serve_app.stored import StoredObjects, StoredResponses, open_database
+from serve_app.tenancy.registry import TenantRegistry
 from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.usage import Ledger, Ledgers
@@ -83,13 +85,17 @@ class Several:
         self.models = Models(config, entrance, metrics, Broadcast(handle, "app", 1))
         self.scripts: dict[str, Script] = {}
         self._folder = TemporaryDirectory()
-        database = open_database(None, Path(self._folder.name) / "responses.sqlite", BOUNDS)
+        self.folder = Path(self._folder.name)
+        database = open_database(None, self.folder / "responses.sqlite", BOUNDS)
         stored = StoredResponses(database, SECRET, workers, BOUNDS)
         history, ledger = MessageHistory(), Ledger(None, 16)
         budgets = Budgets(config.tenants, config.prices, StoredObjects(database, SECRET, workers, BOUNDS))
         ledger.heard.append(budgets.count)
         limits.checks.append(budgets.check)
         metrics.more.append(budgets.samples)
+        objects = StoredObjects(database, SECRET, workers, BOUNDS)
+        self.registry = TenantRegistry(objects, config)
+        admin = TenantAdmin(self.registry, Broadcast(handle, "app", 1))
         usage = Ledgers.__new__(Ledgers)  # without its regular writes, which need a loop
         usage._ledger, usage._ingresses = ledger, AsyncMock(return_value=[])
         for name, own in config.served().items():
@@ -127,7 +133,7 @@ class Several:
                 own,
                 "app",
                 "ingress",
-                Access(tenants, guard, shares, limits, budgets, door, drain),
+                Access(tenants, guard, shares, limits, budgets, door, drain, admin),
                 Catalog(
                     model_body(name, int(time.time()), 4096), checkpoint.tokenizer, preparer, registry,
                     AdapterAdmin(own, registry, AsyncMock(return_value=[]), AsyncMock(), self.models.taken),
@@ -142,6 +148,7 @@ class Several:
                 completions,
                 several=self.models,
             )  # fmt: skip
+        admin.changed = self.models.first.tenants_changed
         self.application = make_application(self.models.first)
 
     def core(self, name: str) -> RoutingCore:

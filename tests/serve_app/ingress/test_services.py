@@ -16,6 +16,8 @@ from serve_app.errors import InvalidRequest
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.assembly import places
 from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
+from serve_app.ingress.tenant_admin import TenantAdmin
+from serve_app.tenancy.registry import TenantRegistry
 from tests.serve_app.ingress.scripted import partial_services
 
 BUFFERS = """
@@ -70,6 +72,7 @@ def test_adapters_are_for_the_current_tenants() -> None:
     kinds = (Access, Catalog, Fleet, Records, Services)
     parts = {field.name: MagicMock() for kind in kinds for field in fields(kind)}
     parts |= {"prompts": AsyncMock(), "adapter_admin": admin, "base_model": {"max_model_len": 4096}}
+    parts["admin"] = TenantAdmin(TenantRegistry(None, config("acme")), MagicMock())
     asyncio.run(partial_services(**parts).configure(config("zeta")))
     for name, reason in (("zeta", "no adapter_model.safetensors"), ("acme", "no tenant 'acme'")):
         with pytest.raises(InvalidRequest, match=reason):
