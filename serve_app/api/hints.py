@@ -9,6 +9,7 @@ from typing import Any
 _PRIORITIES = 2**31 - 1
 
 NVEXT = "Dynamo's: agent_context (session_id, parent_session_id, session_final), agent_hints (osl, priority)"
+USER = "who asks: while a prompt is cut over in part, one user always gets the same version"
 METADATA = "session_id, parent_session_id and session_final are hints; otherwise without effect"
 
 
@@ -65,6 +66,11 @@ def _word(value: Any) -> str:
 
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def user_of(*values: Any) -> str:
+    """Return the first of some fields that is a client's word for the end user, "" for none."""
+    return next(filter(None, map(_word, values)), "")
 
 
 def _object(value: Any) -> dict[str, Any]:

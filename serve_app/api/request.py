@@ -156,7 +156,8 @@ class RequestFields:
     ``cache_diagnostics``: report the reason of a cache miss. ``unknown``: fields without effect.
     ``service_tier`` and, within a tier, ``priority`` order the tenant's own requests. ``session``: the client's name
     for the request's session, "" for none; ``parent``: for the session that began it; ``final``: it ends with this
-    answer. ``expected_tokens``: of the answer, as the client guesses, 0 for no guess. ``prompt_rules``: the rules for
+    answer. ``user``: its word for the end user. ``expected_tokens``: of the answer, as the client guesses, 0 for no
+    guess. ``prompt_rules``: the rules for
     agents' clients by which the prompt differs from what was sent; ``rules_off``: those that the settings switch off.
     """
 
@@ -208,6 +209,7 @@ class RequestFields:
     session: str = ""
     parent: str = ""
     final: bool = False
+    user: str = ""
     expected_tokens: int = 0
     prompt_rules: tuple[str, ...] = ()
     rules_off: tuple[str, ...] = ()
@@ -217,6 +219,20 @@ class RequestFields:
     def answering_model(self) -> str:
         """The model name in the answer: the adapter, if there is one."""
         return self.lora_name or self.model
+
+    @property
+    def sides_with(self) -> str:
+        """What stays the same in a conversation, so that all of it gets one version of a prompt; "" for nothing.
+
+        A ``prompt_cache_key`` may be that of many conversations.
+        """
+        words = (self.user, self.session if self.session != self.prompt_cache_key else "")
+        return next(filter(None, words), "") or f"{self.prompt_cache_key or ''}{self._opening}"
+
+    @property
+    def _opening(self) -> str:
+        """The beginning that later turns of the conversation have too, "" if unknown."""
+        return ""
 
     @property
     def choices(self) -> int:
@@ -256,6 +272,10 @@ class ChatRequest(RequestFields):
     echo: bool = False
     breakpoints: tuple[CacheBreakpoint, ...] = ()
     breakpoint_field: str = "cache_control"
+
+    @property
+    def _opening(self) -> str:
+        return next((str(one.get("content") or "") for one in self.messages if one["role"] != "system"), "")
 
     @property
     def adds_special_tokens(self) -> bool:

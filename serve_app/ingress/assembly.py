@@ -279,7 +279,14 @@ async def _make_model(
     prompt_traffic = PromptTraffic(partial(prompts.least_tokens, block_size=config.block_size))
     warmer = Warmer(prompts, preparer, tenants, core, dispatcher.generate, model)
     prompt_admin = PromptAdmin(
-        prompts, prompt_traffic, warmer, preparer, tokenizer, config.prompts_dir, broadcast.ingresses
+        prompts,
+        prompt_traffic,
+        warmer,
+        preparer,
+        tokenizer,
+        config.prompts_dir,
+        broadcast.ingresses,
+        lambda: common.budgets.prices.get(model),
     )
     front_door = FrontDoor(
         shares,

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import structs
 from pydantic import Field
@@ -19,8 +19,9 @@ from pydantic import Field
 from router.core import RoutingCore
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.request import RoutedRequest
-from serve_app.api.json_body import JsonBody, Text256
+from serve_app.api.json_body import JsonBody, Must, Text256
 from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, require_none
+from serve_app.config.tenants import PriceConfig
 from serve_app.engine.protocol import EngineOutput, EngineRequest
 from serve_app.errors import InvalidRequest, NotFound, Overloaded, WarmpathError
 from serve_app.generation.prepare import Preparer
@@ -35,6 +36,7 @@ from serve_app.prompts.registry import (
     merged,
     write_cutovers,
 )
+from serve_app.prompts.worth import too_few_reads, too_short
 from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
@@ -209,11 +211,20 @@ class PromptBody(JsonBody):
     cold: bool = Field(False, description="switch at once, without computing the version first")
 
 
+class CutoverBody(PromptBody):
+    """The body of ``POST /v1/prompts/cutover``."""
+
+    percent: Annotated[float | None, Field(ge=0, le=100), Must("a number from 0 to 100")] = Field(
+        None, description="of the conversations that get the version; 0: none, so all are back; 100: it is promoted"
+    )
+
+
 @dataclass(eq=False)
 class PromptAdmin:
     """One ingress' part in changes of prompts. ``directory`` None: all prompts are from the settings.
 
     ``ingresses``: calls a method of every ingress, including this one; returns nothing if there is no other.
+    ``price``: of the model's tokens.
     """
 
     prompts: Prompts
@@ -223,6 +234,7 @@ class PromptAdmin:
     tokenizer: PromptTokenizer
     directory: Path | None
     ingresses: Callable[..., Awaitable[list[Any]]]
+    price: Callable[[], PriceConfig | None] = lambda: None
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def status(self, name: str | None = None) -> dict[str, Any]:
@@ -256,15 +268,40 @@ class PromptAdmin:
             await self._switch(self.prompts.cutovers.promoted(prompt.name, prompt.version))
             return await self._done(prompt.name, warm)
 
+    async def cut_over(self, body: bytes) -> dict[str, Any]:
+        """Move a part of a name's conversations to a version, once it is warm; or all back. Raises a WarmpathError."""
+        asked = CutoverBody.parse(body)
+        ref, cold = _asked(asked)
+        percent = asked.percent
+        if percent is None:
+            raise InvalidRequest("percent must be given: a number from 0 to 100.", param="percent")
+        async with self._one_at_a_time:
+            name, _, version = ref.partition("@")
+            if percent:
+                prompt = await self._prompt(ref)
+                self.prompts.cutovers.cut_over(prompt.name, prompt.version, percent)  # refused before it is computed
+                warm = [] if cold else await self._warmed(prompt)
+                await self.learn()
+                await self._switch(self.prompts.cutovers.cut_over(prompt.name, prompt.version, percent))
+                return await self._done(prompt.name, warm)
+            await self.learn()
+            cutover = self.prompts.cutovers.names.get(name, Cutover(""))
+            if not cutover.coming or version not in ("", cutover.coming):
+                raise InvalidRequest(
+                    f"No part of {ref[:160]!r} is cut over; there is nothing to take back.", param="prompt_ref"
+                )
+            await self._switch(self.prompts.cutovers.rolled_back(name))
+            return await self._done(name, [])
+
     async def roll_back(self, body: bytes) -> dict[str, Any]:
-        """Switch a name back to its previous version, even if that cannot be warmed."""
+        """End a cut-over in part; else switch a name back to its previous version, even if that cannot be warmed."""
         ref, cold = _asked(body)
         async with self._one_at_a_time:
             name = ref.partition("@")[0]
             await self.learn()
             cutovers = self.prompts.cutovers.rolled_back(name)
             warm: list[Warm] = []
-            if not cold:
+            if not cold and not self.prompts.cutovers.names[name].coming:
                 try:
                     warm = await self._warmed(self.prompts.all()[cutovers.refs(name)[0]])
                 except WarmpathError as error:
@@ -342,6 +379,14 @@ class PromptAdmin:
         await self.exchange(cutovers)
         await self.ingresses("exchange_cutovers", cutovers)
 
+    def _advice(self, prompt: Prompt, counted: VersionCounts) -> str:
+        """Return whether a version is worth caching, "" if it is."""
+        cold = counted.requests - counted.warm_requests
+        price = self.price()
+        return too_short(self.prompts.tokens(prompt.ref), self.warmer.core.settings.block_size) or too_few_reads(
+            counted.warm_requests, cold, price.break_even_reads if price is not None else None
+        )
+
     async def _reports(self) -> list[PromptReport]:
         return await self.ingresses("prompt_report") or [self.traffic.report()]
 
@@ -357,21 +402,24 @@ class PromptAdmin:
             "tenant": versions[0].tenant,
             "promoted": cutover.promoted or None,
             "previous": cutover.previous or None,
+            "coming": cutover.coming or None,
+            "percent": cutover.coming_percent if cutover.coming else None,
             "versions": [
                 {
                     "version": prompt.version,
                     "digest": prompt.digest or None,
                     "tokens": self.prompts.tokens(prompt.ref),
-                    **figures.get(prompt.ref, VersionCounts()).to_json(),
+                    **(counted := figures.get(prompt.ref, VersionCounts())).to_json(),
+                    "advice": self._advice(prompt, counted) or None,
                 }
                 for prompt in versions
             ],
         }
 
 
-def _asked(body: bytes) -> tuple[str, bool]:
+def _asked(body: bytes | PromptBody) -> tuple[str, bool]:
     """Return a body's ``prompt_ref`` and ``cold``."""
-    asked = PromptBody.parse(body)
+    asked = PromptBody.parse(body) if isinstance(body, bytes) else body
     require_none(asked.unknown())
     if asked.prompt_ref is None:
         raise InvalidRequest("prompt_ref must be given.", param="prompt_ref")

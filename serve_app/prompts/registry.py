@@ -10,9 +10,12 @@ import asyncio
 import logging
 import operator
 import secrets
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import date
+from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,13 +30,17 @@ if TYPE_CHECKING:
     from serve_app.tokenization.tokenizer import PromptTokenizer
 
 STATE = "promotions.json"
+MAX_FIGURES = 1024
+"""Versions whose use an ingress counts; the one used least recently goes first."""
 
 
 class Cutover(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Versions of one name. ``previous``: "" for none."""
+    """Versions of one name, "" for none. ``coming``: that of a part of the conversations, ``coming_percent`` of 100."""
 
     promoted: str
     previous: str = ""
+    coming: str = ""
+    coming_percent: float = 0.0
 
 
 class Cutovers(msgspec.Struct, frozen=True):
@@ -53,9 +60,31 @@ class Cutovers(msgspec.Struct, frozen=True):
         previous = before.promoted if before.promoted != version else before.previous
         return self._with(name, Cutover(version, previous))
 
-    def rolled_back(self, name: str) -> Cutovers:
-        """Return the state after a return to the previous version. Raises InvalidRequest."""
+    def cut_over(self, name: str, version: str, percent: float) -> Cutovers:
+        """Return the state after ``percent`` of the conversations, above 0, have moved to a version.
+
+        100: it is promoted. Raises InvalidRequest.
+        """
         before = self.names.get(name)
+        if percent >= 100:
+            return self.promoted(name, version)
+        if before is None or before.promoted == version:
+            said = "no version" if before is None else f"{name}@{version} itself"
+            raise InvalidRequest(
+                f"A part of the conversations moves from the promoted version of {name[:64]!r} to another, and {said} "
+                "is promoted; promote the one to begin with.",
+                param="prompt_ref",
+            )
+        return self._with(name, Cutover(before.promoted, before.previous, version, percent))
+
+    def rolled_back(self, name: str) -> Cutovers:
+        """Return the state without a cut-over in part, or after a return to the previous version.
+
+        Raises InvalidRequest.
+        """
+        before = self.names.get(name)
+        if before is not None and before.coming:
+            return self._with(name, Cutover(before.promoted, before.previous))
         if before is None or not before.previous:
             raise InvalidRequest(f"There is no earlier version of {name[:64]!r} to return to.", param="prompt_ref")
         return self._with(name, Cutover(before.previous))
@@ -63,7 +92,16 @@ class Cutovers(msgspec.Struct, frozen=True):
     def refs(self, name: str) -> list[str]:
         """Return the references of a name's versions in use, the promoted one first."""
         cutover = self.names.get(name, Cutover(""))
-        return [f"{name}@{version}" for version in (cutover.promoted, cutover.previous) if version]
+        versions = dict.fromkeys((cutover.promoted, cutover.coming, cutover.previous))
+        return [f"{name}@{version}" for version in versions if version]
+
+    def version(self, name: str, tenant: str, key: str) -> str:
+        """Return the version for a tenant's conversation, "" for none. ``key``: what stays the same in it."""
+        cutover = self.names.get(name)
+        if cutover is None:
+            return ""
+        coming = cutover.coming and _place(tenant, key, f"{name}@{cutover.coming}") < cutover.coming_percent
+        return cutover.coming if coming else cutover.promoted
 
     def check(self, refs: Collection[str]) -> None:
         """Raise PromptError if a version in use is not among ``refs``."""
@@ -73,6 +111,17 @@ class Cutovers(msgspec.Struct, frozen=True):
 
     def _with(self, name: str, cutover: Cutover) -> Cutovers:
         return Cutovers(self.serial + 1, secrets.token_hex(4), {**self.names, name: cutover})
+
+
+def _place(tenant: str, key: str, ref: str) -> float:
+    """Return a conversation's place among all, from 0 to below 100: the same at each ingress, at each time.
+
+    It differs between versions (``ref``), so that nobody is the first to get each of them.
+    """
+    fields = b"".join(
+        len(one).to_bytes(8) + one for one in (w.encode(errors="surrogatepass") for w in (tenant, key, ref))
+    )
+    return 100 * int.from_bytes(blake2b(fields, digest_size=6).digest()) / 2**48
 
 
 def read_cutovers(directory: Path) -> Cutovers:
@@ -101,17 +150,35 @@ class Use(NamedTuple):
     chat: bool
 
 
+FINE_BUCKETS_S = tuple(0.001 * 2 ** (step / 4) for step in range(72))
+"""Bounds of times to first token, a fifth apart, up to some minutes."""
+
+
 class VersionCounts(NamedTuple):
-    """The figures of one version. ``warm_requests``: requests that found all of it in the cache."""
+    """The figures of one version. ``warm_requests``: requests that found all of it in the cache.
+
+    ``ttft_s``: the sum of their times to first token; ``ttft_counts``: by ``FINE_BUCKETS_S``.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     warm_requests: int = 0
+    ttft_s: float = 0.0
+    ttft_counts: tuple[int, ...] = (0,) * (len(FINE_BUCKETS_S) + 1)
 
     def plus(self, other: VersionCounts) -> VersionCounts:
         """Return the sum of both."""
-        return VersionCounts(*map(operator.add, self, other))
+        counts = tuple(map(operator.add, self.ttft_counts, other.ttft_counts))
+        requests, prompt_tokens, cached_tokens, warm_requests = map(operator.add, self[:4], other[:4])
+        ttft_s = self.ttft_s + other.ttft_s
+        return VersionCounts(requests, prompt_tokens, cached_tokens, warm_requests, ttft_s, counts)
+
+    def ttft_at(self, share: float) -> float | None:
+        """Return the time to first token that this share of the requests stayed within, None before the first."""
+        count = sum(self.ttft_counts)
+        place = next((at for at, until in enumerate(accumulate(self.ttft_counts)) if until >= share * count), 0)
+        return round(FINE_BUCKETS_S[min(place, len(FINE_BUCKETS_S) - 1)], 6) if count else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for operators."""
@@ -119,6 +186,8 @@ class VersionCounts(NamedTuple):
             "requests": self.requests,
             "cold_requests": self.requests - self.warm_requests,
             "hit_rate": round(self.cached_tokens / self.prompt_tokens, 4) if self.prompt_tokens else None,
+            "ttft_p50_s": self.ttft_at(0.5),
+            "ttft_p95_s": self.ttft_at(0.95),
         }
 
 
@@ -127,19 +196,28 @@ class PromptTraffic:
 
     def __init__(self, least_tokens: Callable[[str], int] = lambda _: 1) -> None:
         self._least_tokens = least_tokens
-        self._figures: dict[str, VersionCounts] = {}
+        self._figures: OrderedDict[str, VersionCounts] = OrderedDict()
         self._uses: dict[str, OrderedDict[Use, Use]] = {}
 
-    def add(self, ref: str, prompt_tokens: int, cached_tokens: int, *, instead_of: int | None = None) -> None:
-        """Count one answered request. ``instead_of``: the cached tokens that it was counted with before, wrongly."""
+    def add(self, ref: str, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
+        """Count one request with a first token."""
+        counts = [0] * (len(FINE_BUCKETS_S) + 1)
+        counts[bisect_left(FINE_BUCKETS_S, ttft_s)] = 1
+        warm = self._is_warm(ref, cached_tokens)
+        self._add(ref, VersionCounts(1, prompt_tokens, cached_tokens, warm, ttft_s, tuple(counts)))
 
-        def counted(cached: int) -> VersionCounts:
-            return VersionCounts(1, prompt_tokens, cached, int(cached >= max(1, self._least_tokens(ref))))
+    def correct(self, ref: str, told_tokens: int, cached_tokens: int) -> None:
+        """Count a request's cached tokens that were counted as ``told_tokens`` before."""
+        warm = self._is_warm(ref, cached_tokens) - self._is_warm(ref, told_tokens)
+        self._add(ref, VersionCounts(0, 0, cached_tokens - told_tokens, warm))
 
-        more = counted(cached_tokens)
-        if instead_of is not None:
-            more = VersionCounts(*map(operator.sub, more, counted(instead_of)))
-        self._figures[ref] = self._figures.get(ref, VersionCounts()).plus(more)
+    def _is_warm(self, ref: str, cached_tokens: int) -> int:
+        return int(cached_tokens >= max(1, self._least_tokens(ref)))
+
+    def _add(self, ref: str, more: VersionCounts) -> None:
+        self._figures[ref] = self._figures.pop(ref, VersionCounts()).plus(more)
+        if len(self._figures) > MAX_FIGURES:
+            self._figures.popitem(last=False)
 
     def add_use(self, ref: str, use: Use, *, public: bool) -> None:
         """Record a use of a prompt. A public prompt's KV is the same for all tenants and salts."""
@@ -156,11 +234,13 @@ class PromptTraffic:
 
 
 def version_samples(report: Mapping[str, VersionCounts]) -> Iterable[Sample]:
-    """Yield the tokens of each version."""
+    """Yield the tokens, requests and times to first token of each version."""
     for ref, figures in report.items():
         labels = (("prompt", ref),)
         yield "warmpath_prompt_version_tokens_total", labels, float(figures.prompt_tokens)
         yield "warmpath_prompt_version_cached_tokens_total", labels, float(figures.cached_tokens)
+        yield "warmpath_prompt_version_requests_total", labels, float(figures.requests)
+        yield "warmpath_prompt_version_ttft_seconds_total", labels, figures.ttft_s
 
 
 def merged(reports: Iterable[Mapping[str, VersionCounts]]) -> dict[str, VersionCounts]:
@@ -224,16 +304,18 @@ class Prompts:
         """Return the cached tokens that imply a fully cached prompt: one block less, as the last token may merge."""
         return max(0, self.tokens(ref) // block_size - 1) * block_size
 
-    def find(self, ref: str, tenant: str = "") -> Prompt:
-        """Return a tenant's prompt for NAME@VERSION or NAME. Raises InvalidRequest and PromptNotFound."""
+    def find(self, ref: str, tenant: str = "", key: str = "") -> Prompt:
+        """Return a tenant's prompt for NAME@VERSION or NAME. Raises InvalidRequest and PromptNotFound.
+
+        ``key``: of the conversation, see ``Cutovers.version``.
+        """
         name, separator, version = ref.partition("@")
         if not name or (separator and not version):
             raise InvalidRequest(
                 "prompt_ref must be NAME@VERSION, or NAME for the promoted version.", param="prompt_ref"
             )
-        cutover = self.cutovers.names.get(name)
-        if not separator and cutover is not None:
-            version = cutover.promoted
+        if not separator:
+            version = self.cutovers.version(name, tenant, key)
         prompt = self._prompts.get(f"{name}@{version}")
         if prompt is None or prompt.tenant not in (None, tenant):
             versions = [other for other in self._prompts.values() if other.name == name]

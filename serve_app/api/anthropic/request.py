@@ -9,7 +9,7 @@ from pydantic import Field
 
 from serve_app.api.anthropic.conversation import BLOCK_FIELDS, ConversationReader
 from serve_app.api.anthropic.history import RequestDigests, digest, digests
-from serve_app.api.hints import METADATA, NVEXT, Hints
+from serve_app.api.hints import METADATA, NVEXT, Hints, user_of
 from serve_app.api.json_body import (
     MAX_ID_CHARS,
     JsonBody,
@@ -260,6 +260,7 @@ class MessagesBody(CountTokensBody):
             stream=self.stream,
             store_kv=self.store_kv,
             session=_session(self.metadata) or hints.session,
+            user="" if _session(self.metadata) else user_of(_user_id(self.metadata)),
             parent=hints.parent,
             final=hints.final,
             expected_tokens=hints.output_tokens,
@@ -289,9 +290,13 @@ class _User(msgspec.Struct):
     session_id: str
 
 
+def _user_id(metadata: Any) -> Any:
+    return metadata.get("user_id") if isinstance(metadata, dict) else None
+
+
 def _session(metadata: Any) -> str:
     """Return the session that Claude Code names in ``metadata.user_id``, "" for any other form."""
-    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    user_id = _user_id(metadata)
     if not isinstance(user_id, str) or len(user_id) > 2 * MAX_ID_CHARS:
         return ""
     try:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from serve_app.api.hints import METADATA, NVEXT, Hints
+from serve_app.api.hints import METADATA, NVEXT, USER, Hints, user_of
 from serve_app.api.json_body import (
     JsonBody,
     ModelName,
@@ -272,8 +272,8 @@ def told_reference(fields: str, param: str) -> InvalidRequest:
 class GenerationBody(SamplingBody):
     """The fields that chat completions and completions share."""
 
-    # OpenAI's fields for the end user, and for an answer to store. Nothing is stored.
-    without_effect: ClassVar[frozenset[str]] = frozenset({"user", "safety_identifier", "store"})
+    # OpenAI's field for an answer to store. Nothing is stored.
+    without_effect: ClassVar[frozenset[str]] = frozenset({"store"})
 
     model: ModelName
     lora_name: Text256 = Field(None, description="a LoRA adapter of the model")
@@ -330,6 +330,8 @@ class GenerationBody(SamplingBody):
     cache_diagnostics: bool = Field(False, description="report in usage why the cache was missed")
     metadata: Any = Field(None, description=METADATA)
     nvext: Any = Field(None, description=NVEXT)
+    user: Any = Field(None, description=USER)
+    safety_identifier: Any = Field(None, description=USER)
 
     def kept(self, marks: Iterable[CacheBreakpoint]) -> dict[str, Any]:
         """Return what a conversation asks to keep, given its marks."""
@@ -374,6 +376,7 @@ class GenerationBody(SamplingBody):
         fields["grammar"] = self.grammar
         fields["top_k"] = max(0, self.top_k)
         hints = Hints.of(fields.pop("nvext"), fields.pop("metadata"))
+        fields["user"] = user_of(fields.pop("safety_identifier"), fields["user"])
         fields["session"] = hints.session or self.prompt_cache_key or ""
         fields["parent"], fields["final"], fields["expected_tokens"] = hints.parent, hints.final, hints.output_tokens
         if hints.priority and "priority" not in self.model_fields_set:

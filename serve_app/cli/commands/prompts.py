@@ -63,10 +63,27 @@ def promote(ref: Ref, url: Url = LOCAL, cold: Cold = False, model: Model = None)
 
 
 @app.command()
+def cutover(
+    ref: Ref,
+    to: Annotated[
+        float | None, typer.Option(help="percent of the conversations that get the version; 100: all", min=0, max=100)
+    ] = None,
+    back: Annotated[bool, typer.Option("--back", help="give all of them the promoted version again")] = False,
+    url: Url = LOCAL,
+    cold: Cold = False,
+    model: Model = None,
+) -> None:
+    """Warm a version, then switch a part of the conversations to it. One conversation always gets the same version."""
+    if back == (to is not None):
+        fail("give --to PERCENT, or --back")
+    _show(_ask(url, "POST", "/cutover", model, body={"prompt_ref": ref, "percent": to or 0, "cold": cold}))
+
+
+@app.command()
 def rollback(
     name: Annotated[str, typer.Argument(help="NAME")], url: Url = LOCAL, cold: Cold = False, model: Model = None
 ) -> None:
-    """Switch the name back to its previous version."""
+    """End a cut-over in part; else switch the name back to its previous version."""
     _show(_ask(url, "POST", "/rollback", model, body={"prompt_ref": name, "cold": cold}))
 
 
@@ -213,10 +230,15 @@ def _ask(
 def _show(prompt: dict[str, Any]) -> None:
     before = f"; the one before was {prompt['previous']}" if prompt["previous"] else ""
     owner = f" (private to {prompt['tenant']})" if prompt["tenant"] else ""
-    print(f"{prompt['name']}{owner}: {prompt['promoted'] or 'no version'} is promoted{before}")
+    part = f"; {prompt['percent']:g} % of conversations get {prompt['coming']}" if prompt.get("coming") else ""
+    print(f"{prompt['name']}{owner}: {prompt['promoted'] or 'no version'} is promoted{before}{part}")
     for version in prompt["versions"]:
         hit_rate = version["hit_rate"]
         used = "not used yet" if hit_rate is None else f"hit rate {hit_rate:.0%}, {version['cold_requests']} cold"
+        if version.get("ttft_p50_s") is not None:
+            used += f", TTFT p50 {version['ttft_p50_s'] * 1000:,.0f} ms, p95 {version['ttft_p95_s'] * 1000:,.0f} ms"
         print(f"  {version['version']}  {version['tokens']} tokens, {version['requests']} requests: {used}")
+        if version.get("advice"):
+            print(f"    {version['advice']}")
     for held in prompt.get("warm", ()):
         print(f"  warm on {len(held['replicas'])} replicas: {', '.join(held['replicas'])}")

@@ -170,7 +170,8 @@ def observe_prompts(observers: Observers, traffic: PromptTraffic) -> None:
     def used(answer: AnswerMeter, index: int, cached_tokens: int) -> None:
         request, generation = answer.request, answer.generations[index]
         if generation.prompt_ref and index % request.n == 0:
-            traffic.add(generation.prompt_ref, generation.prompt_tokens, cached_tokens)
+            ttft_s = time.perf_counter() - answer.arrived_s
+            traffic.add(generation.prompt_ref, generation.prompt_tokens, cached_tokens, ttft_s)
             if generation.store_kv:
                 use = use_of(request, answer.tenant)
                 traffic.add_use(generation.prompt_ref, use, public=generation.scope.public_blocks > 0)
@@ -178,7 +179,7 @@ def observe_prompts(observers: Observers, traffic: PromptTraffic) -> None:
     def corrected(answer: AnswerMeter, index: int, told_tokens: int, cached_tokens: int) -> None:
         generation = answer.generations[index]
         if generation.prompt_ref and index % answer.request.n == 0:
-            traffic.add(generation.prompt_ref, generation.prompt_tokens, cached_tokens, instead_of=told_tokens)
+            traffic.correct(generation.prompt_ref, told_tokens, cached_tokens)
 
     observers.first_token.append(used)
     observers.corrected.append(corrected)

@@ -53,6 +53,10 @@ warmpath_prompt_version_tokens_total: ingress prompt
     are kept.
 warmpath_prompt_version_cached_tokens_total: ingress prompt
     The part of warmpath_prompt_version_tokens_total that was read from the cache.
+warmpath_prompt_version_requests_total: ingress prompt
+    These requests. During a cut-over in part, both versions have some.
+warmpath_prompt_version_ttft_seconds_total: ingress prompt
+    The sum of their seconds from arrival to the first token; divided by the requests, the mean.
 warmpath_tenant_completion_tokens_total: ingress tenant
     Generated tokens that the ingress received.
 warmpath_request_retries_total: ingress after_first_token

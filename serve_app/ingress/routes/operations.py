@@ -14,7 +14,7 @@ from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.metrics import render, without_tenants
 from serve_app.ingress.observe.reports import ExplainBody
 from serve_app.ingress.observe.vllm_names import vllm_samples
-from serve_app.ingress.prompts import PromptBody
+from serve_app.ingress.prompts import CutoverBody, PromptBody
 from serve_app.ingress.routes.handler import Front, guarded, takes
 from serve_app.usage import days, usage_csv, usage_document
 
@@ -40,7 +40,9 @@ async def unload_lora_adapter(request: Request, services: Front) -> Response:
 @router.get("/v1/prompts", tags=["prompts"])
 @guarded("prompts", operator=True, of_model=True)
 async def prompts(request: Request, services: Front) -> Response:
-    """Every prompt, its current version, and the hit rate of each version; ``?name=`` selects one."""
+    """Every prompt, its current version, and the requests, hit rate and times to first token of each version, with
+    advice if caching it does not pay; ``?name=`` selects one.
+    """
     return json_response(await services.catalog.prompt_admin.status(request.query_params.get("name")))
 
 
@@ -58,10 +60,19 @@ async def promote(request: Request, services: Front) -> Response:
     return json_response(await services.catalog.prompt_admin.promote(await services.body(request)))
 
 
+@router.post("/v1/prompts/cutover", tags=["prompts"], **takes(CutoverBody))
+@guarded("prompts_cutover", operator=True, of_model=True)
+async def cutover(request: Request, services: Front) -> Response:
+    """Warm a version, then switch a part of the name's conversations to it (`percent`): the same ones each time, and
+    more of them with a higher `percent`.
+    """
+    return json_response(await services.catalog.prompt_admin.cut_over(await services.body(request)))
+
+
 @router.post("/v1/prompts/rollback", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_rollback", operator=True, of_model=True)
 async def rollback(request: Request, services: Front) -> Response:
-    """Switch the name back to its previous version."""
+    """End a cut-over in part; else switch the name back to its previous version."""
     return json_response(await services.catalog.prompt_admin.roll_back(await services.body(request)))
 
 

@@ -53,6 +53,54 @@ def test_a_promoted_version_is_warm_for_everybody(served: Served) -> None:
     assert "requests: hit rate" in cut_over(served, "status", "clerk")
 
 
+def turns(served: Served, session: str) -> set[str]:
+    """Return the versions that the turns of one conversation get, at both ingresses."""
+    messages, versions = said(("user", f"I am {session}.")), set()
+    for turn in range(3):
+        answer = served.post(
+            CHAT, "acme", model="demo", temperature=0, prompt_ref="clerk", max_tokens=2, messages=messages, user=session
+        ).raise_for_status()
+        versions.add(answer.headers["x-warmpath-prompt"])
+        messages += [answer.json()["choices"][0]["message"], *said(("user", f"And turn {turn}?"))]
+    return versions
+
+
+def test_a_part_of_the_conversations_moves_to_a_version(served: Served) -> None:
+    """Each conversation keeps its version in all of its turns; a larger share moves some, and none back; all, or back.
+
+    The new version is warm before, and both show their requests, hit rates and times to first token.
+
+    docs: prompts
+    """
+    cut_over(served, "promote", "clerk@1")
+    assert "30 % of conversations get 2" in cut_over(served, "cutover", "clerk@2", "--to", "30")
+    names = [f"session-{at}" for at in range(12)]
+    few = {name: turns(served, name) for name in names}
+    assert all(len(versions) == 1 for versions in few.values())
+    assert set().union(*few.values()) == {"clerk@1", "clerk@2"}
+    assert answered(served, "acme", "clerk@2") == ("clerk@2", True)
+    cut_over(served, "cutover", "clerk@2", "--to", "70")
+    many = {name: turns(served, name) for name in names}
+    assert all(len(versions) == 1 for versions in many.values())
+    moved = [name for name in names if many[name] == {"clerk@2"}]
+    assert {name for name in names if few[name] == {"clerk@2"}} < set(moved)
+    (shown,) = served.get("/v1/prompts?name=clerk", "operator").json()["data"]
+    assert (shown["promoted"], shown["coming"], shown["percent"]) == ("1", "2", 70)
+    for version in shown["versions"]:
+        assert version["requests"] >= 3 and version["hit_rate"] > 0.5 and version["ttft_p50_s"] > 0
+    metrics = served.get("/metrics", "operator").text
+    for name in ("requests", "ttft_seconds"):
+        assert f"warmpath_prompt_version_{name}_total{{" in metrics
+    told = cut_over(served, "cutover", "clerk@2", "--back")
+    assert "1 is promoted" in told and "of conversations" not in told and "TTFT p50" in told
+    assert turns(served, moved[0]) == {"clerk@1"}
+    assert "2 is promoted" in cut_over(served, "cutover", "clerk@2", "--to", "100")
+    assert {answered(served, "globex", "clerk", path) for path in APIS} == {("clerk@2", True)}
+    assert "1 is promoted" in cut_over(served, "rollback", "clerk")
+    refused = served.post("/v1/prompts/cutover", "operator", prompt_ref="clerk@1", percent=20)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_ref")
+
+
 def test_a_private_prompt_is_its_tenants_and_a_changed_file_changes_nothing(served: Served) -> None:
     """Another tenant gets the answer for an unknown prompt; running requests keep the locked text."""
     cut_over(served, "promote", "pilot@1")

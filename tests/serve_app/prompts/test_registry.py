@@ -17,6 +17,8 @@ from serve_app.config.prompts import MAX_PROMPT_BYTES, PublicPromptConfig
 from serve_app.errors import InvalidRequest
 from serve_app.prompts.lock import COPIES, LOCK, Prompt, PromptDirectory, PromptError
 from serve_app.prompts.registry import (
+    FINE_BUCKETS_S,
+    MAX_FIGURES,
     STATE,
     Cutover,
     Cutovers,
@@ -24,8 +26,10 @@ from serve_app.prompts.registry import (
     Prompts,
     PromptTraffic,
     Use,
+    VersionCounts,
     merged,
     read_cutovers,
+    version_samples,
     write_cutovers,
 )
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -225,6 +229,66 @@ def test_every_state_is_kept_and_names_no_version_twice(
     assert read_cutovers(directory) == state
 
 
+PERCENTS = st.floats(0, 100)
+KEYS = st.tuples(st.text(max_size=12), st.text(max_size=40))
+"""A tenant, and what stays the same in one of its conversations."""
+
+
+def in_part(percent: float) -> Cutovers:
+    return Cutovers().promoted("clerk", "1").cut_over("clerk", "2", percent)
+
+
+@given(KEYS, PERCENTS.filter(bool), PERCENTS)
+def test_a_conversation_stays_on_its_side_and_never_moves_back(key: tuple[str, str], one: float, more: float) -> None:
+    """The same key gets the same version at each ingress, after restarts; a higher share moves some, and none back."""
+    few, many = (in_part(percent) for percent in sorted((one, max(one, more))))
+    versions = [state.version("clerk", *key) for state in (few, in_part(min(one, max(one, more))), many)]
+    assert versions[0] == versions[1] and (versions[0] == "1" or versions[2] == "2")
+    assert in_part(100).version("clerk", *key) == "2", "all"
+    assert many.rolled_back("clerk").version("clerk", *key) == "1", "all are back"
+    assert Cutovers().version("clerk", *key) == ""
+
+
+@pytest.mark.parametrize("percent", [5, 20, 50, 99])
+@pytest.mark.parametrize("form", ["session-{}", "{}", "user {}@example.com", "{:032x}"])
+def test_the_share_of_conversations_is_the_one_asked_for(percent: int, form: str) -> None:
+    """Within four standard deviations, whatever the keys look like, and for each tenant."""
+    count, state = 4000, in_part(percent)
+    for tenant in ("", "acme"):
+        moved = sum(state.version("clerk", tenant, form.format(at)) == "2" for at in range(count))
+        part = percent / 100
+        assert abs(moved - count * part) <= 4 * (count * part * (1 - part)) ** 0.5
+
+
+def test_each_version_is_tried_by_others_first() -> None:
+    """Who gets one new version first is not who gets the next one first, and no tenant decides for another."""
+    keys = [str(at) for at in range(400)]
+    states = [Cutovers().promoted("clerk", "1").cut_over("clerk", version, 50) for version in "23"]
+    sides = [
+        [state.version("clerk", "acme", key) == version for key in keys]
+        for state, version in zip(states, "23", strict=True)
+    ]
+    both = sum(one and other for one, other in zip(*sides, strict=True))
+    assert 60 < both < 140
+    others = [states[0].version("clerk", "globex", key) == "2" for key in keys]
+    assert 60 < sum(one and other for one, other in zip(sides[0], others, strict=True)) < 140
+
+
+def test_a_cut_over_in_part_begins_and_ends() -> None:
+    """It needs another version to begin with; a promotion, of any version, and a roll-back end it."""
+    part = in_part(20)
+    assert part.refs("clerk") == ["clerk@1", "clerk@2"]
+    with pytest.raises(PromptError, match="clerk@2 is in use"):
+        part.check({"clerk@1"})
+    assert part.cut_over("clerk", "2", 100).names["clerk"] == Cutover("2", "1")
+    assert part.promoted("clerk", "3").names["clerk"] == Cutover("3", "1")
+    assert part.rolled_back("clerk").names["clerk"] == Cutover("1")
+    assert part.cut_over("clerk", "3", 5).names["clerk"] == Cutover("1", "", "3", 5)
+    for state, version in ((Cutovers(), "1"), (part, "1")):
+        with pytest.raises(InvalidRequest, match="promote the one to begin with"):
+            state.cut_over("clerk", version, 20)
+
+
 def test_an_old_state_with_a_canary_stands_for_the_promoted_version(tmp_path: Path) -> None:
     (tmp_path / STATE).write_text('{"serial":3,"by":"x","names":{"clerk":{"promoted":"1","canary":"2","percent":5}}}')
     assert read_cutovers(tmp_path).names == {"clerk": Cutover("1")}
@@ -364,10 +428,35 @@ def test_cold_requests_are_counted_over_all_ingresses() -> None:
     parts = [PromptTraffic({"clerk@1": 64}.__getitem__) for _ in range(2)]
     for traffic in parts:
         for cached_tokens in (48, 64, 80):
-            traffic.add("clerk@1", 100, cached_tokens)
+            traffic.add("clerk@1", 100, cached_tokens, 0.01 if cached_tokens < 80 else 0.1)
     total = merged(traffic.report()[0] for traffic in parts)["clerk@1"].to_json()
-    assert total == {"requests": 6, "cold_requests": 2, "hit_rate": 0.64}
+    assert (total["requests"], total["cold_requests"], total["hit_rate"]) == (6, 2, 0.64)
+    assert total["ttft_p50_s"] == pytest.approx(0.01, rel=0.2) and total["ttft_p95_s"] == pytest.approx(0.1, rel=0.2)
     assert parts[0].report()[0]["clerk@1"].requests == 3, "merging leaves its inputs unchanged"
+    parts[0].correct("clerk@1", 48, 64)
+    corrected = parts[0].report()[0]["clerk@1"]
+    assert (corrected.requests, corrected.warm_requests, corrected.cached_tokens) == (3, 3, 208)
+
+
+def test_times_to_first_token_are_told_within_a_fifth() -> None:
+    """Also of one request, and of one that took longer than all bounds; none before the first."""
+    assert VersionCounts().to_json()["ttft_p50_s"] is None
+    for ttft_s in (0.0004, 0.0123, 1.0, 77.0, 1e6):
+        traffic = PromptTraffic()
+        traffic.add("clerk@1", 100, 0, ttft_s)
+        shown = traffic.report()[0]["clerk@1"].to_json()
+        nearest = min(max(ttft_s, FINE_BUCKETS_S[0]), FINE_BUCKETS_S[-1])
+        assert shown["ttft_p50_s"] == shown["ttft_p95_s"] == pytest.approx(nearest, rel=0.2)
+
+
+def test_the_versions_that_are_counted_are_bounded() -> None:
+    """The one used least recently goes first; each of the others has four metrics."""
+    traffic = PromptTraffic()
+    for number in (*range(MAX_FIGURES), 0, MAX_FIGURES):
+        traffic.add(f"clerk@{number}", 100, 0, 0.1)
+    report = traffic.report()[0]
+    assert len(report) == MAX_FIGURES and report["clerk@0"].requests == 2 and "clerk@1" not in report
+    assert len(list(version_samples(report))) == 4 * MAX_FIGURES
 
 
 def test_uses_are_distinguished_if_their_kv_differs() -> None:

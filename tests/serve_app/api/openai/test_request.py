@@ -1,5 +1,6 @@
 """OpenAI bodies become a GenerateRequest, or a 400 that names the field; nothing else is possible."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -62,8 +63,9 @@ def test_null_is_absent() -> None:
     assert chat(messages=[{"role": "user", "content": "Hi", "name": None, "tool_calls": None}]) == chat()
     assert chat(metadata={"a": 1}, store=None, response_format={"type": "text"}, structured_outputs={}) == chat()
     assert chat(logit_bias={}, stop_token_ids=[], bad_words=[], logprobs=False, top_logprobs=0) == chat()
-    for someone in (3, ["u"], {"id": "u"}, "", "u"):
-        assert chat(user=someone, safety_identifier=someone) == chat(), "the user changes nothing"
+    for someone in (3, ["u"], {"id": "u"}, ""):
+        assert chat(user=someone, safety_identifier=someone) == chat(), "no word for a user changes nothing"
+    assert chat(user="u") == chat(safety_identifier="u", user="v" * 257) == dataclasses.replace(chat(), user="u")
 
 
 @pytest.mark.parametrize("pad", ["", " " * 70_000], ids=["small", "large"])

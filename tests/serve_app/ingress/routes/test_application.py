@@ -111,7 +111,7 @@ def test_docs_follow_the_current_settings() -> None:
 
 OPERATORS = [
     *(("POST", f"/v1/{name}") for name in ("load_lora_adapter", "unload_lora_adapter", "cache/explain")),
-    *(("POST", f"/v1/prompts/{change}") for change in ("warm", "promote", "rollback")),
+    *(("POST", f"/v1/prompts/{change}") for change in ("warm", "promote", "cutover", "rollback")),
     ("POST", "/reset_prefix_cache"), ("GET", "/v1/cache/state"), ("GET", "/v1/prompts"), ("GET", "/metrics"),
 ]  # fmt: skip
 TENANTS = [
