@@ -41,7 +41,7 @@ class Located(str):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DocumentPart:
     """A part of a prompt, such as ``system`` or ``messages[2]``. ``start``: its first character in the prompt."""
 
     place: str
@@ -50,7 +50,7 @@ class Part:
 
 
 @dataclass
-class Prompt:
+class DocumentPrompt:
     """One prompt of a file. ``system_chars``: of its tools and system prompt; ``template``: its values are still open.
 
     ``user``: the client's word for whom it is. ``salt``, ``adapter`` and ``model`` divide the cache.
@@ -65,21 +65,21 @@ class Prompt:
     salt: str = ""
     adapter: str = ""
     model: str = ""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[DocumentPart] = field(default_factory=list)
 
     def add(self, place: str, text: str, role: str = "") -> None:
         """Append a part."""
         opening = f"<{role}>\n" if role else ""
         line = text.line if isinstance(text, Located) else self.line
-        self.parts.append(Part(place, line, len(self.text) + len(opening)))
+        self.parts.append(DocumentPart(place, line, len(self.text) + len(opening)))
         self.text += f"{opening}{text}" + ("" if self.template else "\n")
 
-    def part_at(self, char: int) -> Part:
+    def part_at(self, char: int) -> DocumentPart:
         """Return the part with a character of the prompt."""
         return self.parts[max(0, bisect_right([part.start for part in self.parts], char) - 1)]
 
 
-def prompts_of(path: Path) -> Iterator[Prompt]:
+def prompts_of(path: Path) -> Iterator[DocumentPrompt]:
     """Yield the prompts of a file; those of a folder are its texts. ``-``: standard input. Raises InvalidRequest."""
     if path.is_dir():
         for file in sorted(path.rglob("*.txt")):
@@ -117,14 +117,14 @@ def _read(path: Path) -> str:
         raise InvalidRequest(f"{path} is not UTF-8 at byte {error.start}.") from None
 
 
-def _text_prompt(path: Path, text: str) -> Prompt:
-    prompt = Prompt(path, 1, template=True)
+def _text_prompt(path: Path, text: str) -> DocumentPrompt:
+    prompt = DocumentPrompt(path, 1, template=True)
     prompt.add("", text)
     prompt.system_chars = len(text)
     return prompt
 
 
-def _requests(path: Path, text: str) -> Iterator[Prompt]:
+def _requests(path: Path, text: str) -> Iterator[DocumentPrompt]:
     if _NESTED.match(text):
         try:
             document = located(text)
@@ -215,7 +215,7 @@ def _is_request(value: Mapping[str, Any]) -> bool:
     return named and (isinstance(prompt, str | list) or isinstance(given, str | list))
 
 
-def _request_prompts(path: Path, line: int, body: Mapping[str, Any]) -> Iterator[Prompt]:
+def _request_prompts(path: Path, line: int, body: Mapping[str, Any]) -> Iterator[DocumentPrompt]:
     texts = body.get("prompt")
     if "messages" not in body and texts is not None:  # a completion has a prompt, or several
         for text in texts if isinstance(texts, list) else [texts]:
@@ -248,14 +248,14 @@ def _request_prompts(path: Path, line: int, body: Mapping[str, Any]) -> Iterator
         yield prompt
 
 
-def _prompt_of(path: Path, line: int, body: Mapping[str, Any]) -> Prompt:
+def _prompt_of(path: Path, line: int, body: Mapping[str, Any]) -> DocumentPrompt:
     metadata = body.get("metadata")
     user = body.get("user") or body.get("safety_identifier") or (
         metadata.get("user_id") if isinstance(metadata, dict) else None
     )  # fmt: skip
     names = (body.get(name) for name in ("cache_salt", "lora_name", "model"))
     salt, adapter, model = (str(value) if value else "" for value in names)
-    return Prompt(path, line, user=str(user or ""), salt=salt, adapter=adapter, model=model)
+    return DocumentPrompt(path, line, user=str(user or ""), salt=salt, adapter=adapter, model=model)
 
 
 def _said(message: Mapping[str, Any], line: int) -> Located:

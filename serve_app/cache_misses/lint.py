@@ -16,7 +16,7 @@ import numpy as np
 
 from router.protocol.block_hash import PrefixScope, TokenArray, common_tokens
 from serve_app.cache_misses.detector import PromptMemory
-from serve_app.cache_misses.documents import Prompt, prompts_of
+from serve_app.cache_misses.documents import DocumentPrompt, prompts_of
 from serve_app.cache_misses.reasons import MIN_LOST_TOKENS, SeenPrompt, explain, is_miss
 from serve_app.cache_misses.rules import CAUSES, REMEDIES, MissReason, Written, written
 from serve_app.prompts.worth import too_short
@@ -77,7 +77,7 @@ class ModelTokens:
 
 
 @dataclass
-class Finding:
+class ChangingPlace:
     """One place that changes. ``line``: in the file; ``part``: of a request; ``part_line``: in that part, from 1.
 
     ``what``: a few words. ``seen``: it did change between two requests, else it will. ``lost``: tokens,
@@ -123,7 +123,7 @@ class Finding:
 class LintReport:
     """The result. ``notes``: advice on short prompts, which is no finding; ``unlisted``: further places."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[ChangingPlace] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     prompts: int = 0
     prompt_tokens: int = 0
@@ -139,8 +139,8 @@ class Linter:
         self._constants = frozenset(constants)
         self._block_size = block_size
         self._memory = PromptMemory(lambda: MAX_MODELS)
-        self._compared: dict[tuple[Any, ...], Finding] = {}
-        self._written: dict[tuple[Any, ...], Finding] = {}
+        self._compared: dict[tuple[Any, ...], ChangingPlace] = {}
+        self._written: dict[tuple[Any, ...], ChangingPlace] = {}
         self._users: dict[Path, dict[bytes, set[str]]] = {}
         """Who sends each system prompt of a file."""
         self._report = LintReport()
@@ -164,14 +164,14 @@ class Linter:
         report.lost_tokens = sum(most.values())
         return report
 
-    def _is_users(self, finding: Finding) -> bool:
+    def _is_users(self, finding: ChangingPlace) -> bool:
         """Return whether each system prompt with it is one user's, who has no other."""
         by_head = self._users[finding.path]
         heads = Counter(user for users in by_head.values() for user in users)
         owners = [by_head[head] for head in finding.heads]
         return all(len(users) == 1 and "" not in users and heads[min(users)] == 1 for users in owners)
 
-    def _add(self, prompt: Prompt) -> None:
+    def _add(self, prompt: DocumentPrompt) -> None:
         report = self._report
         ids = self._tokens.encode(prompt.text)
         report.prompts += 1
@@ -184,7 +184,7 @@ class Linter:
         heads.setdefault(family, set()).add(prompt.user)
         self._compare(prompt, ids, family)
 
-    def _head(self, prompt: Prompt, head: str, family: bytes, *, first: bool) -> None:
+    def _head(self, prompt: DocumentPrompt, head: str, family: bytes, *, first: bool) -> None:
         """Search a system prompt that was not there before."""
         advice = too_short(len(self._tokens.encode(head)), self._block_size)
         if advice and first:
@@ -195,7 +195,7 @@ class Linter:
                 continue
             self._found(self._written, prompt, one, behind, family)
 
-    def _compare(self, prompt: Prompt, ids: TokenArray, family: bytes) -> None:
+    def _compare(self, prompt: DocumentPrompt, ids: TokenArray, family: bytes) -> None:
         scope = PrefixScope("", prompt.adapter, prompt.salt.encode("utf-8", "surrogatepass"))
         seen = SeenPrompt(ids, scope, prompt.system_chars, 0.0)
         room = f"{prompt.model}\0{prompt.template}"
@@ -213,7 +213,12 @@ class Linter:
         self._memory.add(room, family, seen)
 
     def _found(
-        self, places: dict[tuple[Any, ...], Finding], prompt: Prompt, one: Written, lost_tokens: int, family: bytes
+        self,
+        places: dict[tuple[Any, ...], ChangingPlace],
+        prompt: DocumentPrompt,
+        one: Written,
+        lost_tokens: int,
+        family: bytes,
     ) -> None:
         part = prompt.part_at(one.char)
         part_line = prompt.text.count("\n", part.start, one.char) + 1
@@ -224,7 +229,7 @@ class Linter:
                 self._report.unlisted += 1
                 return
             line = part.line + part_line - 1 if prompt.template else part.line
-            finding = places[key] = Finding(
+            finding = places[key] = ChangingPlace(
                 prompt.path, line, part.place, part_line, one.reason, one.found, one.what, places is self._compared
             )
         finding.lost[self._report.prompts] = lost_tokens

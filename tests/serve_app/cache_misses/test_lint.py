@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from serve_app.cache_misses.documents import Located, located, prompts_of
-from serve_app.cache_misses.lint import Finding, Linter, LintReport, RoughTokens
+from serve_app.cache_misses.lint import ChangingPlace, Linter, LintReport, RoughTokens
 from serve_app.cache_misses.rules import CAUSES, REMEDIES, written
 from serve_app.cli.main import app
 from serve_app.errors import InvalidRequest
@@ -26,7 +26,7 @@ def lint(*files: Path, constants: tuple[str, ...] = ()) -> LintReport:
     return Linter(RoughTokens(), constants).read(files)
 
 
-def only(report: LintReport) -> Finding:
+def only(report: LintReport) -> ChangingPlace:
     (finding,) = report.findings
     return finding
 
