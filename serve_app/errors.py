@@ -30,6 +30,28 @@ class LimitReason:
         return told if retry_after_s is None else {**told, "retry_after_s": round(retry_after_s, 3)}
 
 
+_REMEDIES = {
+    "requests_per_second": "Let it send fewer requests a second, or raise its requests_per_second.",
+    "concurrent_requests": "Let it send fewer requests at once, or raise its concurrent_requests.",
+    "concurrent_sessions": "Let it end sessions that it does not continue, or raise its concurrent_sessions.",
+    "tokens_per_minute": "Let it send shorter prompts or a smaller max_tokens, or raise its tokens_per_minute.",
+    "budget": "It waits until its budget begins anew, or gets a larger one.",
+    "max_queued_requests": "Add replicas, or raise its cache_share or max_queued_requests.",
+    "max_body_bytes": "Add replicas, or let it send fewer large requests at once.",
+    "max_num_seqs": "Add replicas, or raise max_num_seqs.",
+    "max_waiting_requests": "Add replicas, or raise max_waiting_requests.",
+    "num_blocks": "Add replicas or memory: live sessions hold the pool.",
+    "max_cpu_loras": "Raise max_cpu_loras, or use fewer adapters at once.",
+    "event_streams": "Close other pages and listeners of this key.",
+    "max_connections_per_address": "Use fewer connections from one address, or raise max_connections_per_address.",
+}
+
+
+def remedy_of(limit: str) -> str:
+    """Return what ends the refusals by a limit (``LimitReason.limit``), for the operator."""
+    return _REMEDIES.get(limit, "Send fewer requests at once, or add replicas.")
+
+
 class WarmpathError(Exception):
     """Base of all errors for clients. ``param``: the offending field, if there is one; ``reason``: of a refusal."""
 

@@ -152,7 +152,9 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         "localhost and .internal; default: any, but none for `warmpath serve` on loopback without tenants",
     )
     enable_docs: bool | None = Field(
-        None, description="serve /openapi.json, and /docs with a script from a CDN; default: only without tenants"
+        None,
+        description="serve /openapi.json, and /docs with a script from a CDN; default: only without tenants; beside "
+        "them a key opens /openapi.json",
     )
     otlp_endpoint: str | None = Field(
         None,

@@ -54,10 +54,11 @@ from serve_app.ingress.observe.answer_meter import (
     trace_answer,
 )
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.observe.reports import FinalSessions, SessionList
+from serve_app.ingress.observe.reports import FinalSessions, SessionList, Shared
 from serve_app.ingress.prompts import PromptAdmin, Warmer
 from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services, limits_of
 from serve_app.ingress.tenant_admin import TenantAdmin
+from serve_app.live.journal import Journal
 from serve_app.live.live import Live
 from serve_app.live.prefixes import PrefixTable
 from serve_app.live.tally import RATES
@@ -115,6 +116,8 @@ class _Common:
     ledger: Ledger
     usage: Ledgers
     history: MessageHistory
+    journal: Journal
+    tables: Shared
     stored: StoredResponses | None
     desk: BatchDesk | None
 
@@ -189,7 +192,8 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
     broadcast = Broadcast(replica, app_name, config.ingress_replicas)
     levels = Levels(name, config.ingress_replicas, broadcast.levels)
     limits = TenantLimits(config.tenants, config.ingress_replicas, levels=levels)
-    observers = Observers(refused=[metrics.refused], missed=[metrics.missed])
+    journal = Journal(lambda: len(tenants.by_name))
+    observers = Observers(refused=[metrics.refused, journal.refused], missed=[metrics.missed])
     ledger = await asyncio.to_thread(Ledger, config.usage_file, config.block_size)
     desk: BatchDesk | None = None
     if objects and config.files_max_bytes:
@@ -220,6 +224,8 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
         ledger,
         Ledgers(ledger, broadcast.ingresses),
         MessageHistory(complete=config.ingress_replicas == 1),
+        journal,
+        Shared(),
         StoredResponses(database, secret, store_workers, bounds) if database and config.store_responses else None,
         desk,
     )
@@ -243,7 +249,7 @@ async def _make_model(
     if several is not None:
         metrics = IngressMetrics()
         metrics.expect(tenants.by_name)
-        observers = Observers(refused=[metrics.refused], missed=[metrics.missed])
+        observers = Observers(refused=[metrics.refused, common.journal.refused], missed=[metrics.missed])
     prefixes = PrefixTable(config.block_size, lambda: len(tenants.by_name))
     lengths = limits_of(config, max_model_len(config, info))
     broadcast = common.broadcast
@@ -267,8 +273,12 @@ async def _make_model(
         partial(read_shown, board),
         broadcast.ingresses,
         metrics,
+        common.journal,
     )
     observers.delivered.append(live.delivered)
+    observers.refused.append(live.refused)
+    if several is not None:  # what is refused before it chooses a model concerns all
+        common.observers.refused.append(live.refused)
     block_size = config.block_size if config.enable_prefix_caching else 0
     charge = partial(charge_unanswered, common.ledger, block_size=block_size)
     dispatcher = Dispatcher(
@@ -351,7 +361,17 @@ async def _make_model(
             board,
             figures_prefix(replica.deployment_name),
         ),
-        Records(metrics, live, common.usage, common.history, tracer, common.stored, common.desk),
+        Records(
+            metrics,
+            live,
+            common.usage,
+            common.history,
+            common.journal,
+            common.tables,
+            tracer,
+            common.stored,
+            common.desk,
+        ),
         completions,
         several=several,
     )

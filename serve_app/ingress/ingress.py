@@ -14,7 +14,9 @@ from ray.serve.handle import DeploymentHandle
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.fairness.levels import LevelAnswer, LevelQuestion
+from serve_app.live.journal import RequestRow
 from serve_app.live.live import Batch
+from serve_app.live.tally import Bucket
 from serve_app.prompts.registry import Cutovers
 from serve_app.reconfigure import LiveSettings
 from serve_app.usage import UsageRows
@@ -111,6 +113,14 @@ class Ingress:
     async def recent_events(self, numbers: dict[str, int], model: str = "") -> Batch:
         """Return this ingress' events since ``numbers``; an ingress with watchers calls this every second."""
         return self._services.of(model).records.live.recent(numbers)
+
+    async def tenant_counts(self, windows_s: Sequence[int]) -> list[dict[str, Bucket]]:
+        """Return what tenants sent through this ingress; the ingress that serves /v1/tenants/stats calls this."""
+        return self._services.tenant_counts(windows_s)
+
+    async def tenant_requests(self, tenant: str) -> list[RequestRow]:
+        """Return a tenant's latest requests at this ingress; the ingress that lists them calls this."""
+        return self._services.records.journal.of(tenant)
 
     async def named_samples(self) -> tuple[str, list[Sample]]:
         """Return this ingress' name and samples; the ingress that serves /metrics calls this."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Any
 
@@ -33,10 +36,13 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import credentials, read_body
 from serve_app.ingress.models import BODIES, Models
 from serve_app.ingress.observe import metrics as figures
-from serve_app.ingress.observe.reports import SessionList, cache_state, explanation, names_in
+from serve_app.ingress.observe.reports import SessionList, Shared, cache_state, explanation, names_in
+from serve_app.ingress.observe.tenants import held_tokens, refusals_by_tenant, spent_today, tenant_rows
 from serve_app.ingress.prompts import PromptAdmin
 from serve_app.ingress.tenant_admin import TenantAdmin
+from serve_app.live.journal import Journal, RequestRow, latest
 from serve_app.live.live import Live
+from serve_app.live.tally import WINDOWS_S, Bucket, begin_of, sums_of
 from serve_app.notices import read, read_shown
 from serve_app.prompts.registry import Prompts, version_samples
 from serve_app.replica.token_channel import TokenReceiver
@@ -126,12 +132,17 @@ class Fleet:
 
 @dataclass(slots=True)
 class Records:
-    """What is counted, shown and kept. ``stored``, ``batches`` None: no responses, no files and batches are stored."""
+    """What is counted, shown and kept. ``tables``: of tenants, as last told.
+
+    ``stored``, ``batches`` None: no responses, no files and batches are stored.
+    """
 
     metrics: figures.IngressMetrics
     live: Live
     usage: Ledgers
     history: MessageHistory
+    journal: Journal
+    tables: Shared
     tracer: Tracer | None = None
     stored: StoredResponses | None = None
     batches: BatchDesk | None = None
@@ -288,6 +299,70 @@ class Services:
         for name, more in ingresses:
             samples += figures.with_label(more, "ingress", name)
         return samples
+
+    def tenant_counts(self, windows_s: Sequence[int]) -> list[dict[str, Bucket]]:
+        """Return what was counted at this ingress in spans up to now, of all models, by tenant."""
+        tallies = [each.records.metrics for each in self.all]
+        if self.several is not None:  # what chose no model
+            tallies.append(self.several.metrics)
+        now_s = time.time()
+        found: list[dict[str, Bucket]] = []
+        for window_s in windows_s:
+            sums: dict[str, Bucket] = {}
+            for tally in tallies:
+                for tenant, bucket in sums_of(tally.rings, now_s, window_s).items():
+                    sums.setdefault(tenant, Counter()).update(bucket)
+            found.append(sums)
+        return found
+
+    async def tenant_table(self, viewer: str | None, window_s: int) -> dict[str, Any]:
+        """Return what tenants send, wait for and hold; of one tenant or (None) of all. Readers at once share it."""
+        return await self.records.tables.of((viewer, window_s), lambda: self._tenant_table(viewer, window_s))
+
+    async def _tenant_table(self, viewer: str | None, window_s: int) -> dict[str, Any]:
+        windows_s, now_s = (window_s, WINDOWS_S[0]), time.time()
+        told = await self._everywhere.ingresses("tenant_counts", windows_s, timeout_s=5)
+        counts, minute = zip(*(told or [self.tenant_counts(windows_s)]), strict=True)
+        today = datetime.now(UTC).date().isoformat()
+        usage = await self.records.usage.everywhere(today, today, viewer)
+        prices = self.access.budgets.prices
+        spent = spent_today(usage, prices) if prices else {}
+        budgets = {one["tenant"]: one for one in await self.access.budgets.told(viewer)}
+        pools = [held_tokens(each.reports, each.config.block_size) for each in self.all]
+        held, pool = Counter[str](), sum(tokens for _, tokens in pools)
+        for one, _ in pools:
+            held.update(one)
+        names = self.access.tenants.by_name
+        begin_s = begin_of(now_s, window_s)
+        rows = tenant_rows(counts, names if viewer is None else [viewer], now_s - begin_s, viewer)
+        for row in rows:
+            tenant = row["tenant"]
+            if pool:
+                row["kv_tokens"] = held[tenant]
+                if tenant in names:
+                    row["kv_share_tokens"] = int(pool * self.access.shares.fraction(tenant, among=names))
+            row |= {name: found[tenant] for name, found in (("budget", budgets), ("today", spent)) if tenant in found}
+        of_operators = {"kv": {"pool_tokens": pool, "held_tokens": dict(held)}} if viewer is None and pool else {}
+        return {
+            "object": "tenants.stats",
+            "viewer": "operator" if viewer is None else "tenant",
+            "at_s": round(now_s, 3),
+            "window_s": window_s,
+            "since_s": begin_s,
+            "data": rows,
+            "refusals": refusals_by_tenant(minute, viewer),
+            **of_operators,
+        }
+
+    async def tenant_requests(self, tenant: str, *, operator: bool) -> list[RequestRow]:
+        """Return a tenant's latest requests at all ingresses, newest first."""
+        found = await self._everywhere.ingresses("tenant_requests", tenant, timeout_s=5)
+        return latest([row for rows in found or [self.records.journal.of(tenant)] for row in rows], operator=operator)
+
+    @property
+    def reports(self) -> list[Sequence[Sample]]:
+        """The latest samples of each replica."""
+        return [report.samples for report in self.fleet.core.stats().values()]
 
     async def close_sessions(self, tenant: str, names: Sequence[str]) -> int:
         """End a tenant's sessions of some names everywhere; return how many replicas had one. Raises Overloaded."""

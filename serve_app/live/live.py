@@ -18,6 +18,7 @@ from router.protocol.block_hash import HASH_BYTES
 from router.protocol.request import Decision, RoutedRequest
 from serve_app.engine.protocol import EngineRequest, FirstToken
 from serve_app.errors import LimitReason, RateLimited
+from serve_app.live.journal import Journal, refusal_row
 from serve_app.live.prefixes import Answered, NodeRows, PrefixTable, node_rows
 from serve_app.live.replicas import Activity, ReplicaRow, Roster, came_and_went, replica_rows
 from serve_app.live.tally import BUCKETS, Rings, Tally, Total, joined
@@ -117,7 +118,8 @@ class Live:
     """One ingress' events for all of its watchers. ``viewer`` is a tenant's name, or None for an operator.
 
     ``about``: returns a snapshot's facts about the instance; ``read_board``: returns notices by kind, and blocks;
-    ``ingresses``: see ``Others``; ``counts``: those of this ingress, to which dropped events are added.
+    ``ingresses``: see ``Others``; ``counts``: those of this ingress, to which dropped events are added. ``journal``:
+    keeps requests for later readers.
     """
 
     name: str
@@ -127,6 +129,7 @@ class Live:
     read_board: Callable[[], NoticesByKind]
     ingresses: Callable[..., Awaitable[list[Any]]]
     counts: Tally = field(default_factory=Tally)
+    journal: Journal | None = None
     _views: dict[str | None, View] = field(default_factory=dict)
     _looking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _task: asyncio.Task[None] | None = None
@@ -175,11 +178,21 @@ class Live:
         try:
             at_s = time.time()
             key = self.table.add(told, at_s)
+            if self.journal is None and not self._watched():
+                return
+            body = decision_row(told, key, self._rates.get(told.decision.replica_id))
+            done = Occurrence("decision", round(at_s, 3), told.tenant, {"ingress": self.name, **body})
+            if self.journal is not None:
+                self.journal.add(told.tenant, {"type": done.type, "at_s": done.at_s, **done.body})
             if self._watched():
-                body = decision_row(told, key, self._rates.get(told.decision.replica_id))
-                self._tell(Occurrence("decision", round(at_s, 3), told.tenant, {"ingress": self.name, **body}))
+                self._tell(done)
         except Exception:
             logger.exception("a first token is missing from the event stream")
+
+    def refused(self, tenant: str, reason: LimitReason) -> None:
+        """Record a request that a limit refused."""
+        if self._watched():
+            self._tell(Occurrence("refusal", _now_s(), tenant, {"ingress": self.name, **refusal_row(tenant, reason)}))
 
     def reset(self, *, complete: bool) -> None:
         """Record a reset of all caches. ``complete``: whether every replica confirmed it."""

@@ -17,6 +17,9 @@ TENANTS_FIELDS = ("replica", "number", "state", "engine", "simulated")
 QUIET_S = 3.0
 """A replica reports at least once a second. After this time without a report, it is shown as silent."""
 
+MAX_OWNERS = 12
+"""The limit of owners of a replica's blocks that are shown: those that hold the most."""
+
 _BLOCKS = {"used": "blocks_used", "cached": "blocks_reusable", "free": "blocks_free"}
 _EVICTED = "warmpath_prefix_cache_evicted_blocks_total"
 _PULLS = "warmpath_kv_pulls_total"
@@ -32,6 +35,7 @@ def replica_rows(
 
 def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str, Any]) -> ReplicaRow:
     blocks: dict[str, int] = {}
+    owners: Counter[str] = Counter()
     place: dict[str, str] = {}
     without = lacking(samples)
     for name, labels, value in samples:
@@ -40,6 +44,8 @@ def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str
             blocks[_BLOCKS[pool_state]] = int(value)
         elif name == "warmpath_pinned_blocks":
             blocks["blocks_pinned"] = int(value)
+        elif name == "warmpath_tenant_kv_cache_blocks" and value:
+            owners[dict(labels).get("tenant", "")] += int(value)
         elif name == "warmpath_replica_info":
             place = {label: told for label, told in labels if label in ("node", "gpu") and told}
     if blocks.keys() >= set(_BLOCKS.values()):
@@ -52,6 +58,7 @@ def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str
         "simulated": about["simulated"],
         **place,
         **blocks,
+        **({"blocks_by_owner": dict(owners.most_common(MAX_OWNERS))} if owners else {}),
         **({"without": without} if without else {}),
         "running": state["running_sequences"],
         "waiting": state["waiting_sequences"],

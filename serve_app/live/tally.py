@@ -7,20 +7,24 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
 from router.protocol.samples import Histogram, Labels
+from serve_app.errors import remedy_of
 
 BUCKET_S = 10
 BUCKETS = 90
 MINUTE = 6
 """Buckets of the last minute, including the one that is filling now."""
 MAX_TENANTS = 256
-"""The limit of tenants with buckets, about 90 KB for each busy one. The most recently active ones stay."""
+"""The limit of tenants with buckets, about 150 KB for each busy one. The most recently active ones stay."""
+WINDOWS_S = (60, 300, 900)
+"""The spans that a table of tenants may show, up to now."""
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+ANSWER_BUCKETS_S = (*TTFT_BUCKETS_S[3:], 160.0, 320.0, 640.0)
 _STEPS = 5
 _ENDS_S = (0.00015625, 0.0003125, 0.000625, 0.00125, 0.0025, *TTFT_BUCKETS_S, 160.0, 320.0, 640.0, 1280.0, 2560.0)
-_TTFT_CELLS_S = (
+_CELLS_S = (
     *(low * (high / low) ** (step / _STEPS) for low, high in pairwise(_ENDS_S) for step in range(_STEPS)),
     _ENDS_S[-1],
 )
@@ -38,7 +42,7 @@ def _outcome(labels: Mapping[str, str]) -> str:
 
 
 CACHED_TOKENS = "warmpath_tenant_cached_prompt_tokens_total"
-_BY = "refused by "
+_BY, _MISSED, _LOST = "refused by ", "missed by ", "lost by "
 
 FIGURES: dict[str, str | Callable[[Mapping[str, str]], str]] = {
     "warmpath_requests_total": _outcome,
@@ -47,6 +51,8 @@ FIGURES: dict[str, str | Callable[[Mapping[str, str]], str]] = {
     "warmpath_tenant_prompt_tokens_total": "prompt_tokens",
     CACHED_TOKENS: "cached_tokens",
     "warmpath_refusals_total": lambda labels: f"{_BY}{labels['place']}: {labels['limit']}",
+    "warmpath_cache_misses_total": lambda labels: f"{_MISSED}{labels['reason']}",
+    "warmpath_cache_missed_tokens_total": lambda labels: f"{_LOST}{labels['reason']}",
 }
 """The name in a FIGURE (docs: api) of each counter that the page shows, or a function of its labels, "" for none."""
 NAMES = ("requests", "refused", "failed", *(name for name in FIGURES.values() if isinstance(name, str)))
@@ -57,18 +63,45 @@ Total = tuple[int, int, int]
 """Generations with a first token, their prompt tokens, and the cached ones of these."""
 
 
-Bucket = Counter[str | int]
-"""Ten seconds: counts by name in a FIGURE, and of first tokens by cell of their time."""
+Span = Literal["ttft", "e2e"]
+"""From a request's arrival to a first token, or to the end of its answer."""
+Bucket = Counter[str | tuple[Span, int]]
+"""Ten seconds: counts by name in a FIGURE, and of times by cell."""
 
 
 def figure_of(bucket: Bucket, at_s: int) -> dict[str, Any]:
     """Return a bucket as a FIGURE (docs: api). ``at_s``: its start."""
     counts: dict[str, Any] = {name: bucket[name] for name in NAMES}
-    named = {name: more for name, more in bucket.items() if isinstance(name, str) and name.startswith(_BY)}
-    refused_by = {"refused_by": {name.removeprefix(_BY): more for name, more in named.items()}} if named else {}
-    times = sorted((cell, more) for cell, more in bucket.items() if isinstance(cell, int))
-    quantiles = {"ttft_p50_s": _quantile_s(times, 0.5), "ttft_p95_s": _quantile_s(times, 0.95)}
-    return {"at_s": at_s, **counts, **refused_by, **quantiles}
+    named = _named(bucket, _BY)
+    return {"at_s": at_s, **counts, **({"refused_by": named} if named else {}), **_quantiles(bucket)}
+
+
+def _named(bucket: Bucket, prefix: str) -> dict[str, int]:
+    """Return the counts whose names begin so, by the rest of their names, the largest first."""
+    found = {name.removeprefix(prefix): more for name, more in bucket.items() if str(name).startswith(prefix)}  # type: ignore[union-attr]
+    return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
+
+
+def refusals_of(bucket: Bucket) -> list[dict[str, Any]]:
+    """Return the refused requests by limit, the most refused first, each with what the operator can do."""
+    rows = []
+    for name, requests in _named(bucket, _BY).items():
+        place, limit = name.split(": ", 1)
+        rows.append({"place": place, "limit": limit, "requests": requests, "remedy": remedy_of(limit)})
+    return rows
+
+
+def misses_of(bucket: Bucket) -> dict[str, tuple[int, int]]:
+    """Return the prompts that missed by reason, the most frequent first, and their lost tokens."""
+    return {reason: (missed, bucket[f"{_LOST}{reason}"]) for reason, missed in _named(bucket, _MISSED).items()}
+
+
+def _quantiles(bucket: Bucket) -> dict[str, float | None]:
+    told: dict[str, float | None] = {}
+    for span in get_args(Span):
+        times = sorted((key[1], more) for key, more in bucket.items() if isinstance(key, tuple) and key[0] == span)
+        told |= {f"{span}_p{share}_s": _quantile_s(times, share / 100) for share in (50, 95)}
+    return told
 
 
 def _quantile_s(times: Sequence[tuple[int, int]], share: float) -> float | None:
@@ -76,7 +109,7 @@ def _quantile_s(times: Sequence[tuple[int, int]], share: float) -> float | None:
     for cell, more in times:
         left -= more
         if left <= 0:
-            low, high = _TTFT_CELLS_S[max(0, cell - 1)], _TTFT_CELLS_S[min(cell, len(_TTFT_CELLS_S) - 1)]
+            low, high = _CELLS_S[max(0, cell - 1)], _CELLS_S[min(cell, len(_CELLS_S) - 1)]
             return float(f"{(low * high) ** 0.5:.3g}")
     return None
 
@@ -86,20 +119,22 @@ Rings = Mapping[str | None, dict[int, Bucket]]
 
 
 class Tally:
-    """Counters and gauges by name and labels, and times to first token by tenant, since the start.
+    """Counters and gauges by name and labels, and times by tenant, since the start.
 
     ``clock``: wall-clock time, which all ingresses share.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.values: defaultdict[tuple[str, Labels], float] = defaultdict(float)
-        self.ttft_s: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(_TTFT_CELLS_S))
+        self.times_s: dict[Span, defaultdict[str, Histogram]] = {
+            span: defaultdict(lambda: Histogram(_CELLS_S)) for span in get_args(Span)
+        }
         self._clock = clock
         self._rings: OrderedDict[str | None, dict[int, Bucket]] = OrderedDict()
         self._looked = self._number()
         self._seen: dict[tuple[str, Labels], float] = {}
         self._too_much: dict[tuple[str, Labels], float] = {}
-        self._seen_ttft: dict[str, list[int]] = {}
+        self._seen_times: dict[tuple[Span, str], list[int]] = {}
 
     def add(self, name: str, number: float = 1.0, **labels: str) -> None:
         """Add to a counter or a gauge."""
@@ -122,7 +157,11 @@ class Tally:
         """Count a generation at its first token."""
         self.add("warmpath_tenant_prompt_tokens_total", prompt_tokens, tenant=tenant)
         self.add_tokens(CACHED_TOKENS, cached_tokens, tenant)
-        self.ttft_s[tenant].observe(ttft_s)
+        self.times_s["ttft"][tenant].observe(ttft_s)
+
+    def answered_whole(self, tenant: str, e2e_s: float) -> None:
+        """Count an answer at its end."""
+        self.times_s["e2e"][tenant].observe(e2e_s)
 
     def totals(self) -> dict[str, Total]:
         """Return what was counted at first tokens since the start, by tenant."""
@@ -132,7 +171,7 @@ class Tally:
                 int(self.values["warmpath_tenant_prompt_tokens_total", (("tenant", tenant),)]),
                 int(self.values[CACHED_TOKENS, (("tenant", tenant),)]),
             )
-            for tenant, times in self.ttft_s.items()
+            for tenant, times in self.times_s["ttft"].items()
             if times.count
         }
 
@@ -144,9 +183,10 @@ class Tally:
             del self.values[key]
             self._seen.pop(key, None)
             self._too_much.pop(key, None)
-        for tenant in self.ttft_s.keys() - set(tenants):
-            del self.ttft_s[tenant]
-            self._seen_ttft.pop(tenant, None)
+        for span, times in self.times_s.items():
+            for tenant in times.keys() - set(tenants):
+                del times[tenant]
+                self._seen_times.pop((span, tenant), None)
 
     @property
     def rings(self) -> Rings:
@@ -171,12 +211,13 @@ class Tally:
                 figure, named = FIGURES[name], dict(labels)
                 if figure := figure if isinstance(figure, str) else figure(named):
                     gains[named["tenant"]][figure] += int(gained)
-        for tenant, times in self.ttft_s.items():
-            seen = self._seen_ttft.get(tenant) or [0] * len(times.counts)
-            if seen != times.counts:
-                self._seen_ttft[tenant] = list(times.counts)
-                cells = enumerate(zip(times.counts, seen, strict=True))
-                gains[tenant].update({cell: now - before for cell, (now, before) in cells if now > before})
+        for span, by_tenant in self.times_s.items():
+            for tenant, times in by_tenant.items():
+                seen = self._seen_times.get((span, tenant)) or [0] * len(times.counts)
+                if seen != times.counts:
+                    self._seen_times[span, tenant] = list(times.counts)
+                    cells = enumerate(zip(times.counts, seen, strict=True))
+                    gains[tenant].update({(span, cell): now - before for cell, (now, before) in cells if now > before})
         for tenant, more in gains.items():
             self._gain(None, more)
             self._gain(tenant, more)
@@ -213,3 +254,21 @@ def rows_of(sources: Iterable[Rings], viewer: str | None, now_s: float) -> tuple
         if number - MINUTE < at <= number + 1:
             minute.update(bucket)
     return {at * BUCKET_S: figure_of(bucket, at * BUCKET_S) for at, bucket in sorted(sums.items())}, minute
+
+
+def sums_of(rings: Rings, now_s: float, window_s: int) -> dict[str, Bucket]:
+    """Return what was counted in a span up to now, by tenant. ``window_s``: see ``WINDOWS_S``, and ``begin_of``."""
+    first = begin_of(now_s, window_s) // BUCKET_S
+    sums: dict[str, Bucket] = {}
+    for tenant, ring in rings.items():
+        if tenant is None:  # all of them
+            continue
+        for at, bucket in ring.items():
+            if first <= at <= int(now_s) // BUCKET_S + 1:
+                sums.setdefault(tenant, Counter()).update(bucket)
+    return sums
+
+
+def begin_of(now_s: float, window_s: int) -> int:
+    """Return when the buckets of a span begin: the last one is filling now."""
+    return (int(now_s) // BUCKET_S + 1) * BUCKET_S - window_s

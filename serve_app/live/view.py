@@ -4,7 +4,7 @@ All access rights apply here. A watcher's queue is bounded, and never makes a se
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -81,8 +81,9 @@ class Watcher:
 
 
 RECENT_DECISIONS = 50
+"""The latest decisions, and as many refusals, for later watchers."""
 DECISIONS_A_LOOK = 20
-"""The limit of decisions sent between two looks, which are a second apart. Further ones are only counted."""
+"""The limit of decisions and of refusals sent between two looks, which are a second apart. Others are only counted."""
 HIDDEN_FROM_TENANTS = frozenset({"estimated_ttft_s", "cold_ttft_s", "queued_tokens"})
 """Fields of a decision that reveal the load from other tenants."""
 
@@ -261,8 +262,10 @@ class View:
         self.watchers: set[Watcher] = set()
         self._about = facts.about
         self._picture = picture_of(facts, viewer)
-        self._decisions: deque[ReplicaRow] = deque(maxlen=RECENT_DECISIONS)
-        self._new_decisions = 0
+        self._latest: dict[str, deque[ReplicaRow]] = {
+            kind: deque(maxlen=RECENT_DECISIONS) for kind in ("decision", "refusal")
+        }
+        self._new: Counter[str] = Counter()
 
     def snapshot(self, at_s: float) -> ReplicaRow:
         """Return the snapshot event."""
@@ -279,7 +282,8 @@ class View:
             "figures": list(picture.figures.values()),
             "minute": figure_of(picture.minute, int(at_s)),
             "incidents": picture.incidents,
-            "decisions": list(self._decisions),
+            "decisions": list(self._latest["decision"]),
+            "refusals": list(self._latest["refusal"]),
             **picture.operators,
         }
 
@@ -287,10 +291,11 @@ class View:
         """Replace the facts, and send the changes to the watchers."""
         before, self._picture, self._about = self._picture, picture_of(facts, self.viewer), facts.about
         events = difference(before, self._picture, at_s)
-        if self._new_decisions > DECISIONS_A_LOOK:
-            skipped = self._new_decisions - DECISIONS_A_LOOK
-            events.append({"type": "skipped", "at_s": at_s, "decisions": skipped})
-        self._new_decisions = 0
+        skipped = {f"{kind}s": number - DECISIONS_A_LOOK for kind, number in self._new.items()}
+        if any(number > 0 for number in skipped.values()):
+            shown = {name: number for name, number in skipped.items() if number > 0}
+            events.append({"type": "skipped", "at_s": at_s, **shown})
+        self._new.clear()
         self._send(events)
 
     def tell(self, occurrences: Iterable[Occurrence]) -> None:
@@ -299,10 +304,10 @@ class View:
             body = visible(occurrence, self.viewer)
             if body is None:
                 continue
-            if occurrence.type == "decision":
-                self._decisions.append(body)
-                self._new_decisions += 1
-                if self._new_decisions > DECISIONS_A_LOOK:
+            if occurrence.type in self._latest:
+                self._latest[occurrence.type].append(body)
+                self._new[occurrence.type] += 1
+                if self._new[occurrence.type] > DECISIONS_A_LOOK:
                     continue
             self._send([body])
 

@@ -133,6 +133,8 @@ class AnswerMeter:
         refusal = error if isinstance(error, WarmpathError) else None
         if self.last_s and self.request.stream and refusal is not None:  # its HTTP status was a good one
             self.metrics.add("warmpath_broken_streams_total", status=str(refusal.status), tenant=self.tenant)
+        if error is None and self.last_s:
+            self.metrics.answered_whole(self.tenant, time.perf_counter() - self.arrived_s)
         self.allowance.end(refused=refusal is not None and not self.last_s)
         for tell in self.observers.ended:
             tell(self, refusal)

@@ -26,6 +26,9 @@ warmpath_requests_total: ingress endpoint status tenant
 warmpath_time_to_first_token_seconds: ingress tenant (histogram)
     Time from a request's arrival at the ingress to its first token: reading, waiting for a place, tokenizing, routing,
     queueing, prefill. One value for each prompt and choice with a token, streamed or not.
+warmpath_e2e_request_latency_seconds: ingress tenant (histogram)
+    Time from a request's arrival at the ingress to the end of its whole answer, streamed or not. Answers that failed or
+    were left have none.
 warmpath_inter_token_latency_seconds: ingress tenant (histogram)
     Seconds from token to token, on arrival at the ingress: one value for each token after the first. Tokens that arrive
     together share their time; beside the first one they have none.
@@ -363,11 +366,11 @@ tenants. Counters start at 0 with their process, so use `rate()`. Units are in t
 absent. [Monitoring](../how-to/monitoring.md) has a dashboard with useful queries, alerts and scrape settings.
 
 Some families are similar. These are the ones to show: **time to first token** is
-`warmpath_time_to_first_token_seconds`, and **time between tokens** is `warmpath_inter_token_latency_seconds`. Both are
-the clients' waiting times, measured in the ingress. The replica's part of the former is
-`warmpath_request_queue_time_seconds` + `warmpath_request_prefill_time_seconds`. `warmpath_tenant_*` count tokens by
-tenant, as reported to clients. `warmpath_prompt_tokens_*` and `warmpath_prefix_cache_*` count the replicas' tokens,
-resent requests included.
+`warmpath_time_to_first_token_seconds`, **time between tokens** is `warmpath_inter_token_latency_seconds`, and **time of
+an answer** is `warmpath_e2e_request_latency_seconds`. All are the clients' waiting times, measured in the ingress. The
+replica's part of the first is `warmpath_request_queue_time_seconds` + `warmpath_request_prefill_time_seconds`.
+`warmpath_tenant_*` count tokens by tenant, as reported to clients. `warmpath_prompt_tokens_*` and
+`warmpath_prefix_cache_*` count the replicas' tokens, resent requests included.
 
 With `engine: simulated` no model runs, and all times are simulated.
 """

@@ -20,7 +20,7 @@ from router.protocol.samples import Histogram as PlainHistogram
 from router.protocol.samples import Labels, Sample
 from serve_app.errors import LimitReason
 from serve_app.ingress.observe.families import FAMILIES, VLLM_FAMILIES, Family
-from serve_app.live.tally import GENERATIONS, TTFT_BUCKETS_S, Tally
+from serve_app.live.tally import ANSWER_BUCKETS_S, GENERATIONS, TTFT_BUCKETS_S, Span, Tally
 
 COMPLETION_TOKENS = "warmpath_tenant_completion_tokens_total"
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5)
@@ -44,7 +44,11 @@ _BY_TENANT = (
     "warmpath_tenant_written_prompt_tokens_total",
     COMPLETION_TOKENS,
 )
-_TTFT_BOUNDS = {"+Inf", *(repr(bound) for bound in TTFT_BUCKETS_S)}
+_TIMES: dict[Span, tuple[str, frozenset[str]]] = {
+    "ttft": ("warmpath_time_to_first_token_seconds", frozenset(("+Inf", *map(repr, TTFT_BUCKETS_S)))),
+    "e2e": ("warmpath_e2e_request_latency_seconds", frozenset(("+Inf", *map(repr, ANSWER_BUCKETS_S)))),
+}
+"""The histogram of each span, and the bounds of its buckets."""
 
 
 class IngressMetrics(Tally):
@@ -73,7 +77,7 @@ class IngressMetrics(Tally):
                 self.add("warmpath_broken_streams_total", 0.0, status=status, tenant=tenant)
             for name in _BY_TENANT:
                 self.add(name, 0.0, tenant=tenant)
-            _ = self.ttft_s[tenant], self.inter_token_s[tenant]
+            _ = [times[tenant] for times in self.times_s.values()], self.inter_token_s[tenant]
 
     def answered(self, endpoint: str, status: int, tenant: str) -> None:
         """Count an HTTP request; ``tenant`` may be "none"."""
@@ -105,9 +109,10 @@ class IngressMetrics(Tally):
         found = [(name, labels, value) for (name, labels), value in self.values.items()]
         for others in self.more:
             found += others()
-        for tenant, times in self.ttft_s.items():
-            cells = times.samples("warmpath_time_to_first_token_seconds", (("tenant", tenant),))
-            found += [one for one in cells if one[1][-1][0] != "le" or one[1][-1][1] in _TTFT_BOUNDS]
+        for span, (name, bounds) in _TIMES.items():
+            for tenant, times in self.times_s[span].items():
+                cells = times.samples(name, (("tenant", tenant),))
+                found += [one for one in cells if one[1][-1][0] != "le" or one[1][-1][1] in bounds]
         for tenant, seconds in self.inter_token_s.items():
             found += seconds.samples("warmpath_inter_token_latency_seconds", (("tenant", tenant),))
         return found

@@ -5,7 +5,7 @@ None holds a prompt's text. Explain tells the replica that a request would go to
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -180,24 +180,40 @@ FRESH_S = 1.0
 """The lifetime of an answer: repeated requests share it, so no client can keep replicas busy."""
 
 
-class SessionList:
-    """Collects and caches the lists of a model's sessions, and closes some. ``replicas``: calls a method of each."""
+class Shared:
+    """Answers by question, each shared by all who ask within ``FRESH_S``."""
 
-    def __init__(self, replicas: Callable[..., Awaitable[list[Any]]]) -> None:
-        self._replicas = replicas
-        self._asked: dict[str | None, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
+    def __init__(self) -> None:
+        self._asked: dict[Hashable, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
 
-    async def of(self, viewer: str | None) -> dict[str, Any]:
-        """Return the document for a tenant, or (None) for an operator. Raises Overloaded if a replica is silent."""
+    async def of(self, question: Hashable, ask: Callable[[], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
+        """Return the answer, of ``ask`` if there is no fresh one. Raises its errors."""
         now_s = time.monotonic()
         self._asked = {
             one: (asked_s, answer)
             for one, (asked_s, answer) in self._asked.items()
             if not answer.done() or now_s - asked_s < FRESH_S
         }
-        if viewer not in self._asked:
-            self._asked[viewer] = now_s, asyncio.create_task(self._ask(viewer))
-        return await asyncio.shield(self._asked[viewer][1])  # other requests wait for it, too
+        if question not in self._asked:
+            self._asked[question] = now_s, asyncio.create_task(ask())
+        return await asyncio.shield(self._asked[question][1])  # other requests wait for it, too
+
+    def forget(self, *questions: Hashable) -> None:
+        """Answer these anew."""
+        for question in questions:
+            self._asked.pop(question, None)
+
+
+class SessionList:
+    """Collects the lists of a model's sessions, and closes some. ``replicas``: calls a method of each."""
+
+    def __init__(self, replicas: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._replicas = replicas
+        self._lists = Shared()
+
+    async def of(self, viewer: str | None) -> dict[str, Any]:
+        """Return the document for a tenant, or (None) for an operator. Raises Overloaded if a replica is silent."""
+        return await self._lists.of(viewer, partial(self._ask, viewer))
 
     async def close(self, tenant: str, names: Sequence[str]) -> int:
         """End a tenant's sessions of some names (``session_key``); return how many replicas had one that ended now.
@@ -208,8 +224,7 @@ class SessionList:
             closed = await self._replicas("close_sessions", tenant, names, timeout_s=TIMEOUT_S)
         except TimeoutError as error:
             raise Overloaded("A replica does not close its sessions; ask again.", retry_after_s=5.0) from error
-        self._asked.pop(tenant, None)
-        self._asked.pop(None, None)
+        self._lists.forget(tenant, None)
         return sum(map(bool, closed))
 
     async def _ask(self, viewer: str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from router.protocol.samples import Labels, Sample
 _SAME = (
     *("num_requests_running", "num_requests_waiting", "num_preemptions_total"),
     *("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
-    *("time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("request_queue_time_seconds", "request_prefill_time_seconds"),
 )
 USAGE, _BLOCKS = "vllm:kv_cache_usage_perc", "warmpath_kv_cache_blocks"

@@ -31,7 +31,10 @@ let mapped = "";
 export const mapModel = (name) => (mapped = name);
 
 /** The path of a report about the mapped model; before one is chosen, about the first. */
-export const aboutModel = (path) => (mapped ? `${path}?model=${encodeURIComponent(mapped)}` : path);
+export function aboutModel(path, query = {}) {
+  const asked = new URLSearchParams({ ...query, ...(mapped ? { model: mapped } : {}) }).toString();
+  return asked ? `${path}?${asked}` : path;
+}
 
 /** Send a request. `which`: selects the key; `body`: sent as JSON. */
 export function ask(path, { which = "chat", body, signal } = {}) {

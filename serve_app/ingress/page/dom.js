@@ -34,6 +34,11 @@ export const plural = (number, word) => `${count(number)} ${word}${number === 1 
 export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
+/** A rate: few digits. */
+export const number = (value) => (value < 10 ? value.toFixed(value && value < 1 ? 2 : 1) : count(value));
+/** A short duration. */
+export const brief = (value) => (value < 10 ? seconds(value) : `${count(value)} s`);
+
 /** A readable duration. */
 export function seconds(value) {
   if (value < 0.9995) return `${Math.round(1000 * value)} ms`;

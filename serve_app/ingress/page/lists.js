@@ -14,7 +14,7 @@ export class Lists {
   constructor(words, timeOf, choose) {
     this.words = words;
     const item = (event, line) =>
-      make("li", {}, make("button", { type: "button", onclick: () => choose(event) }, make("time", {}, timeOf(event.at_s)), make("span", {}, line)));
+      make("li", { className: event.type }, make("button", { type: "button", onclick: () => choose(event) }, make("time", {}, timeOf(event.at_s)), make("span", {}, line)));
     this.incidents = new List(byId("incidents"), MAX_INCIDENTS, item);
     this.requests = new List(byId("requests"), MAX_REQUESTS, item);
     this.sampled = new Map();

@@ -8,10 +8,13 @@ import { Connection } from "./live/connection.js";
 import { Player } from "./live/player.js";
 import { readRecording, Recording } from "./live/recording.js";
 import { Sessions } from "./live/sessions.js";
+import { refusalAlarms, Tenants } from "./live/tenants.js";
 import { Lists } from "./lists.js";
 import { arc } from "./map/arcs.js";
+import { Colours } from "./map/colours.js";
 import { CacheMap } from "./map/map.js";
 import { Alarms } from "./top/alarms.js";
+import { drawLinks, wireLinks } from "./top/links.js";
 import { drawVitals } from "./top/vitals.js";
 import { Why } from "./why.js";
 import { isIncident, isMarked, Words } from "./words.js";
@@ -31,14 +34,19 @@ const shown = () => player.recording?.model ?? live;
 const view = new Proxy({}, { get: (_, name) => bound(shown(), name) });
 const words = new Words(view, timeOf);
 const why = new Why(view, words);
-const map = new CacheMap(view, timeOf, ({ replica, node }) => {
+const colours = new Colours();
+const map = new CacheMap(view, colours, timeOf, ({ replica, node }) => {
   const found = shown().tree(replica).find(({ id }) => id === node);
   if (found) why.prefix(replica, found);
   else why.replica(shown().replicas.get(replica) ?? shown().lost.get(replica));
 });
 const lists = new Lists(words, timeOf, (event) => why.event(event));
-const alarms = new Alarms(view, timeOf);
 const sessions = new Sessions(live);
+const tenants = new Tenants(live, colours, words, timeOf, (event) => why.event(event), () => {
+  colours.learnTenants(tenants.rows.map(({ tenant }) => tenant));
+  changed = true;
+});
+const alarms = new Alarms(view, timeOf, () => tenants.refusals && refusalAlarms(tenants.refusals, (tenant) => tenants.open(tenant)));
 const chat = new Chat(live, (body, decision) => why.request(body, decision));
 
 /** The time of day or, in a recording, the time since its start. */
@@ -109,7 +117,10 @@ function draw(nowMs) {
   byId("engine").hidden = !model.simulated;
   byId("engine").textContent = model.simulated ? "simulated: no model runs; times come from a cost model" : "";
   if (model.model) byId("model-name").textContent = model.model;
-  for (const name of ["docs", "metrics"]) byId(`link-${name}`).hidden = !live.links.includes(name);
+  drawLinks(live.links);
+  const operator = live.seesAll;
+  document.body.classList.toggle("operator", operator);
+  document.body.classList.toggle("no-chat", operator && keyOf("chat") !== "" && ownKey("map") === "");
   drawState(model);
 }
 
@@ -119,6 +130,7 @@ function drawState(model) {
   const text = { refused: "not connected", busy: "not connected; trying again" }[name] ?? says;
   if (byId("connection-text").textContent !== text) byId("connection-text").textContent = text;
   byId("sessions").hidden = player.recording !== null;
+  tenants.pause(player.recording !== null);
   byId("empty").hidden = model.replicas.size > 0 || model.lately().length > 0;
   const [lead, more] = EMPTY[name] ?? ["The map is not connected", name === "busy" ? `${says} The page keeps trying.` : says];
   byId("empty-lead").textContent = lead;
@@ -181,6 +193,7 @@ function forget() {
   live.clear();
   why.clear();
   sessions.clear();
+  tenants.clear();
   kept = [];
   if (!player.recording) lists.clear();
   changed = true;
@@ -252,7 +265,9 @@ function wireRecording() {
 
 wireSettings();
 wireRecording();
+wireLinks((...shown) => why.show(...shown));
 why.clear();
 loadModels();
+tenants.look();
 connection.start();
 requestAnimationFrame(draw);

@@ -26,7 +26,7 @@
   system.addEventListener("change", show);
   document.addEventListener("DOMContentLoaded", () => {
     show();
-    document.getElementById("theme").addEventListener("click", () => {
+    document.getElementById("theme")?.addEventListener("click", () => {
       chosen = ORDER[(ORDER.indexOf(chosen) + 1) % ORDER.length];
       try {
         localStorage.setItem("warmpath.theme", chosen);

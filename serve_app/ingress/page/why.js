@@ -115,15 +115,12 @@ export class Why {
   }
 }
 
-/** The name of a replica by the router's id, which ends with the id in events. */
-const nameIn = (cache, id) => cache.names.replica([...cache.replicas.keys()].find((name) => id.endsWith(name)) ?? id);
-
 function explained(document, cache) {
   const prompt = document.prompts[0];
   const because = prompt.winners[document.policy]?.because;
   const rows = prompt.replicas.slice(0, 32).map((replica, at) =>
     make("tr", { className: at ? "" : "first" }, ...[
-      nameIn(cache, replica.replica_id),
+      cache.names.replica(replica.replica_id),
       `${count(replica.cached_tokens)} of ${count(prompt.prompt_tokens)}`,
       count(replica.queued_prefill_tokens),
       seconds(replica.estimated_ttft_s),

@@ -17,7 +17,11 @@ const INCIDENTS = new Set(["joined", "replica_left", "move", "scale", "reset", "
 const MARKED = new Set(["replica_left", "move", "reset", "configuration"]);
 
 /** Whether an event belongs to the list of incidents. The others belong to the list of requests. */
-export const isIncident = (event) => INCIDENTS.has(event.type);
+export const isIncident = (event) => INCIDENTS.has(event.type) && !joinedAlone(event);
+
+/** Whether a replica joined while no other had anything to copy, as at the first start. */
+const joinedAlone = ({ type, kind, blocks, peers_lost: lost, skipped_blocks: skipped }) =>
+  type === "move" && kind === "prewarm" && !blocks && !lost && !Object.keys(skipped ?? {}).length;
 
 /** Whether a recording marks this event: a change of replicas or settings, or a reset. */
 export const isMarked = (event) => MARKED.has(event.type) || (event.type === "scale" && event.from !== event.target);
@@ -25,6 +29,7 @@ export const isMarked = (event) => MARKED.has(event.type) || (event.type === "sc
 /** The subject of an event: a later one with the same key adds to the same subject. */
 export function keyOf(event) {
   if (event.type === "decision") return event.request;
+  if (event.type === "refusal") return ["refusal", event.tenant, event.limit, event.at_s].join(" ");
   const about = event.type === "move" ? (event.kind === "handover" ? "handover" : "joined") : event.type;
   const once = ["joined", "handover", "replica_left"].includes(about);
   return [about, event.replica ?? event.why ?? "", once ? "" : event.at_s].join(" ");
@@ -65,11 +70,13 @@ const SAYS = {
     const tenant = event.tenant && event.tenant !== "default" ? `${event.tenant}: ` : "";
     return `${tenant}${plural(event.prompt_tokens, "token")} to ${cache.names.replica(event.replica)}, ${share ? `${percent(share)} reused` : "cold"}`;
   },
+  refusal: (event) => `${event.tenant}: refused by ${event.limit}`,
   joined: (event, cache) => `${Replica(event, cache)} joined`,
   replica_left: (event, cache) => `${Replica(event, cache)} ${event.lost ? "was lost" : "left"}`,
   evictions: (event, cache) => `${Replica(event, cache)} evicted ${plural(event.blocks * cache.blockSize, "token")} to make room`,
   pulls: (event, cache) => `${Replica(event, cache)} pulled ${plural(event.tokens, "token")} from another replica in ${seconds(event.seconds)}`,
   move(event, cache) {
+    if (joinedAlone(event)) return null;
     const held = plural(event.blocks * cache.blockSize, "token");
     if (event.kind === "handover") return `${Replica(event, cache)} handed over ${event.blocks ? held : "nothing"} before it left`;
     return `${Replica(event, cache)} joined ${event.blocks ? `warm: it copied ${held} from other replicas` : "cold: it copied nothing"}`;
@@ -84,6 +91,7 @@ const SAYS = {
 };
 
 const EXPLAINS = {
+  refusal: (event) => event.remedy,
   evictions: () => "The pool was full, so unused blocks were evicted. Pinned prefixes stay.",
   pulls: () => "Pulling the KV of a prefix from another replica costs less than computing it.",
   move: () => "A joining replica copies the most requested prefixes. A leaving one hands over prefixes that no other replica holds.",
@@ -109,6 +117,12 @@ const FACTS = {
     ["prefix", cache.nodes.has(event.node) ? cache.nameOf(cache.nodes.get(event.node)) : null],
     ["reason", event.reason],
     ["request", event.request],
+  ],
+  refusal: (event) => [
+    ["tenant", event.tenant],
+    ["limit", event.limit],
+    ["place", event.place],
+    ["used", event.used === null || event.used === undefined ? null : `${count(event.used)} of ${count(event.most)}`],
   ],
   pulls: (event) => [["outcomes", Object.entries(event.pulls ?? {}).map(([outcome, times]) => `${times} ${outcome}`).join(", ")], ["tokens", tokens(event.tokens)]],
   evictions: (event) => [["blocks", count(event.blocks)], ["over", time(event.seconds)]],

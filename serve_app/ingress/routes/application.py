@@ -18,14 +18,16 @@ from starlette.websockets import WebSocket
 from serve_app.api.openai.response import openai_error
 from serve_app.errors import NotFound, WarmpathError
 from serve_app.ingress.guard import Api, foreign_host
-from serve_app.ingress.http import json_response
+from serve_app.ingress.http import credentials, json_response
 from serve_app.ingress.observe.tracing import TraceRequests
-from serve_app.ingress.routes import admin, batches, events, generation, operations, page, responses, tokens
+from serve_app.ingress.routes import admin, batches, events, generation, operations, page, responses, tenants, tokens
 from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI
 from serve_app.ingress.services import Services
 
 OPENAPI_PATH = "/openapi.json"
-ROUTERS = tuple(each.router for each in (generation, responses, batches, tokens, operations, admin, events, page))
+ROUTERS = tuple(
+    each.router for each in (generation, responses, batches, tokens, operations, admin, tenants, events, page)
+)
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 
 
@@ -90,13 +92,21 @@ def make_application(services: Services) -> FastAPI:
 
 def _add_docs(application: FastAPI, services: Services) -> None:
     # FastAPI's own routes could not be turned off later, when the first tenant is configured.
-    def only_where_published() -> None:
-        if not services.config.documented:
+    def only_where_published(known: bool = False) -> None:
+        if not services.config.documented and not (known and services.config.enable_docs is None):
             raise HTTPException(404)
+
+    def known(request: Request) -> bool:
+        """Return whether the caller has a key."""
+        try:
+            services.access.guard.viewer(request)
+        except WarmpathError:
+            return False
+        return bool(credentials(request))
 
     @application.get(OPENAPI_PATH, include_in_schema=False)
     async def schema(request: Request) -> Response:
-        only_where_published()
+        only_where_published(known(request))
         prefix = request.scope.get("root_path", "")
         return json_response(application.openapi() | ({"servers": [{"url": prefix}]} if prefix else {}))
 

@@ -27,9 +27,10 @@ async def events(request: Request, services: Front) -> Response:
     `number`, `state`, `engine` and `simulated`. Entries marked *op* are for operators only, and absent for tenants.
 
     **Limits.** One ingress serves 4 streams per tenant and 16 for operators; another one gets a 429. A stream has at
-    most 20 decisions per second, and the 256 most recently used prefixes. The limit of prefixes per tenant and ingress
-    is 256 divided by the number of tenants, but at least 16. A slow reader loses the oldest events; `dropped`
-    and a snapshot follow. The key is checked every 2 s. With several ingresses, events of others come about 1 s later.
+    most 20 decisions and 20 refusals per second, and the 256 most recently used prefixes. The limit of prefixes per
+    tenant and ingress is 256 divided by the number of tenants, but at least 16. A slow reader loses the oldest events;
+    `dropped` and a snapshot follow. The key is checked every 2 s. With several ingresses, events of others come about 1
+    s later.
 
     | type | when | fields |
     |---|---|---|
@@ -40,6 +41,7 @@ async def events(request: Request, services: Front) -> Response:
     | `prefixes_gone` | prefixes were not used for a long time | `ids` |
     | `decision` | the first token of a generation arrived | a DECISION |
     | `totals` | once a second while requests arrive | `totals`: TOTALs; `figures`: changed FIGUREs; `minute` |
+    | `refusal` | a limit refused a request | a REFUSED |
     | `evictions` *op* | blocks were evicted to make room | `replica`, `blocks`, `seconds` (the period) |
     | `pulls` *op* | KV was pulled | `replica` (the receiver), `pulls` (by outcome), `tokens`, `seconds` |
     | `move` *op* | a replica copied KV before it joined, or handed KV over before it left | a MOVE |
@@ -47,23 +49,23 @@ async def events(request: Request, services: Front) -> Response:
     | `scale` *op* | the autoscaler decided | `from`, `target`, `needed`, `reason`, `why` |
     | `configuration` *op* | a `user_config` was refused, or the problem is fixed | `configuration`: all REFUSALs |
     | `ingresses_heard` *op* | an ingress stopped answering, or answers again | `ingresses_heard` |
-    | `skipped` | there were too many decisions to send | `decisions` (their number) |
+    | `skipped` | there were too many decisions or refusals to send | `decisions`, `refusals` (their numbers) |
     | `dropped` | this reader was too slow | `events` (the number lost) |
     | `end` | the stream ends | `reason`: `key` (no longer valid) or `stopping` |
 
     - **Snapshot**: `viewer` (operator, tenant), `tenant`, `model`, `engine`, `simulated` (times come from a cost
       model), `policy`, `block_size`, `ingresses`, `links` (paths that need no key: docs, metrics), `replicas`,
-      `prefixes`, `totals`, `figures`, `minute` (a FIGURE of the last minute), `rates` (names in a FIGURE that the
-      page shows by second, each with a label), `decisions` (the last 50 with a watcher present), `incidents` (the
-      last 32 `joined`, `replica_left` and, *op*, `reset`); *op*: `moves` (the last 16), `scale` (or null),
-      `configuration`, `ingresses_heard` (how many answer; null: the others do not).
+      `prefixes`, `totals`, `figures`, `minute` (a FIGURE of the last minute), `rates` (names in a FIGURE that the page
+      shows by second, each with a label), `decisions` and `refusals` (the last 50 of each with a watcher present),
+      `incidents` (the last 32 `joined`, `replica_left` and, *op*, `reset`); *op*: `moves` (the last 16), `scale` (or
+      null), `configuration`, `ingresses_heard` (how many answer; null: the others do not).
     - **REPLICA**: `replica` (its id), `number` (in order of joining), `state`, `engine`, `simulated`; *op*: `node`,
       `gpu`, `blocks_total` = `blocks_used` (by running sequences) + `blocks_reusable` (cached) + `blocks_free`;
-      `blocks_pinned`, `running`, `waiting`, `queued_tokens`, `full`, `prefill_tokens_per_s`, `tier_blocks`,
-      `report_age_s` (null: no report yet; sent again when it exceeds 3 s), `without` (names of
-      `required_capabilities` that its version of vLLM does not allow). `state`: `joining` (no report yet),
-      `serving`, `leaving` (it gets no new request), `lost` (it was leaving and is silent). Fields without a reported
-      value are absent.
+      `blocks_by_owner` (of the 12 tenants that hold most, `(public)` prompts as one), `blocks_pinned`, `running`,
+      `waiting`, `queued_tokens`, `full`, `prefill_tokens_per_s`, `tier_blocks`, `report_age_s` (null: no report yet;
+      sent again when it exceeds 3 s), `without` (names of `required_capabilities` that its version of vLLM does not
+      allow). `state`: `joining` (no report yet), `serving`, `leaving` (it gets no new request), `lost` (it was leaving
+      and is silent). Fields without a reported value are absent.
     - **NODE**: `id`, `parent` (null: at the root), `kind` (public, system, conversation), `tenant` (null: public),
       `label` (a registered prompt's NAME@VERSION), `prefix_tokens` (up to its end), `tokens` (its own part), `pinned`,
       `requests`, `hits` (requests that read all of it from the cache), `last_used_at_s`, `holders` (its cached tokens
@@ -71,13 +73,16 @@ async def events(request: Request, services: Front) -> Response:
     - **TOTAL**, since the start: `tenant`, `requests`, `prompt_tokens`, `cached_tokens`.
     - **FIGURE**, of ten seconds, kept for 15 minutes even without watchers: `at_s` (its start), `requests` (answered),
       `refused` (429), `refused_by` (those with a `reason`, by place and limit), `failed` (5xx, or an error in a
-      stream), `tokens` (generated), `prompt_tokens`, `cached_tokens`, `ttft_p50_s`, `ttft_p95_s` (of generations, as
-      clients see it; error at most 7 %), all from the counters of `/metrics`. Periods without a request are absent.
+      stream), `tokens` (generated), `prompt_tokens`, `cached_tokens`, `ttft_p50_s`, `ttft_p95_s`, `e2e_p50_s`,
+      `e2e_p95_s` (to the first token and to the end of an answer, as clients see it; error at most 7 %), all from the
+      counters of `/metrics`. Periods without a request are absent.
     - **DECISION**: `request` (the answer's id without its prefix, and a choice; of a response, the first half of that
       id's SHA-256), `tenant`, `ingress`, `replica`, `reason` (as in `/v1/cache/explain`), `node` (the deepest
       node that the prompt starts with, or null), `prompt_tokens`, `best_cached_tokens` (the most on any replica),
       `selected_cached_tokens` (on the chosen one), `cached_tokens` (reused), `pull_from`, `pull_tokens`, `ttft_s`;
       *op*: `estimated_ttft_s`, `queued_tokens`, `cold_ttft_s` (the estimate without a cache).
+    - **REFUSED**: `tenant`, `ingress`, `place`, `limit`, `used`, `most` (as in the error's `reason`), `remedy` (for the
+      operator).
     - **MOVE**: `kind` (prewarm, handover), `replica`, `state`, `peers`, `blocks`, `bytes`, `seconds`, `prefixes`,
       `saves`, `skipped_blocks` (by reason).
     - **REFUSAL**: `accepted`, `why`, `processes` (the number that reports it), `at_s`.

@@ -35,10 +35,11 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.models import Models
 from serve_app.ingress.observe.answer_meter import Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.observe.reports import SessionList
+from serve_app.ingress.observe.reports import SessionList, Shared
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
 from serve_app.ingress.tenant_admin import TenantAdmin
+from serve_app.live.journal import Journal
 from serve_app.prompts.registry import PromptTraffic
 from serve_app.stored import StoredObjects, StoredResponses, open_database
 from serve_app.tenancy.registry import TenantRegistry
@@ -78,7 +79,9 @@ class Several:
             config.tenants, SECRET, operator_key_sha256=config.operator_key_sha256, aliases=config.aliases
         )
         limits = TenantLimits(config.tenants)
-        guard = RouteGuard(tenants, metrics, drain, limits, observers=Observers(refused=[metrics.refused]))
+        journal, tables = Journal(lambda: len(tenants.by_name)), Shared()
+        told = Observers(refused=[metrics.refused, journal.refused])
+        guard = RouteGuard(tenants, metrics, drain, limits, observers=told)
         workers = FairWorkers(shares)
         entrance = FrontDoor(shares, places=lambda: 1, max_waiting=64, max_bytes=1 << 26, limits=limits)
         handle = cast(DeploymentHandle, SimpleNamespace(deployment_name="Replica"))
@@ -126,6 +129,7 @@ class Several:
                 counts, door,
                 workers, drain, entrance, self.models.choose,
             )  # fmt: skip
+            completions.observers.refused.append(journal.refused)
             replica = cast(DeploymentHandle, SimpleNamespace(deployment_name=deployment_of(name, config)))
             broadcast = Broadcast(replica, "app", 1, name)
             live = SimpleNamespace(watchers=0, snapshot=AsyncMock(return_value={"model": name}))
@@ -144,7 +148,7 @@ class Several:
                     core, broadcast, cast(Any, None), cast(Any, SimpleNamespace(done=lambda: True)),
                     SessionList(AsyncMock(return_value=[{"replica": f"replica-of-{name}", "rows": []}])),
                 ),
-                Records(counts, cast(Any, live), usage, history, None, stored),
+                Records(counts, cast(Any, live), usage, history, journal, tables, None, stored),
                 completions,
                 several=self.models,
             )  # fmt: skip

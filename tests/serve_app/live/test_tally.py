@@ -7,7 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.live import tally as module
-from serve_app.live.tally import BUCKET_S, BUCKETS, Bucket, Tally, figure_of, joined, rows_of
+from serve_app.live.tally import (
+    BUCKET_S,
+    BUCKETS,
+    WINDOWS_S,
+    Bucket,
+    Tally,
+    begin_of,
+    figure_of,
+    joined,
+    misses_of,
+    refusals_of,
+    rows_of,
+    sums_of,
+)
 
 START_S = 1_790_000_000
 
@@ -29,6 +42,20 @@ def answer(counts: Tally, tenant: str, ttft_s: float = 0.1, status: int = 200) -
     counts.add("warmpath_requests_total", endpoint="chat", status=str(status), tenant=tenant)
     if status == 200:
         counts.first_token(tenant, ttft_s, 10, 5)
+
+
+@given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=200))
+def test_answers_have_times_of_their_own(times_s: list[float]) -> None:
+    """The time to the end of an answer does not mix with that to its first token."""
+    counts = Tally()
+    answer(counts, "a", 0.1)
+    for e2e_s in times_s:
+        counts.answered_whole("a", e2e_s)
+    row, ordered = figure_of(merged(counts.rings["a"]), 0), sorted(times_s)
+    for name, share in (("e2e_p50_s", 0.5), ("e2e_p95_s", 0.95)):
+        true_s = ordered[ceil(share * len(ordered)) - 1]
+        assert true_s / 1.09 <= row[name] <= true_s * 1.09
+    assert 0.1 / 1.09 <= row["ttft_p95_s"] <= 0.1 * 1.09
 
 
 @given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=200))
@@ -173,3 +200,38 @@ def test_only_kept_tenants_have_counts(clock: Clock) -> None:
     answer(counts, "a")
     assert counts.totals()["a"] == (1, 10, 5)
     assert counts.rings["a"][START_S // BUCKET_S]["requests"] == 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.sampled_from("abc")), max_size=60), st.sampled_from(WINDOWS_S))
+def test_a_span_holds_what_was_counted_in_it(sent: list[tuple[int, str]], window_s: int) -> None:
+    """By tenant, in whole buckets up to now; a naive count over all requests is the same."""
+    counts = Tally(clock := Clock())
+    at_s = []
+    for gap_s, tenant in sent:
+        clock.now_s += gap_s
+        answer(counts, tenant)
+        at_s.append((clock.now_s, tenant))
+    begin_s = begin_of(clock.now_s, window_s)
+    assert window_s - BUCKET_S <= clock.now_s - begin_s < window_s
+    wanted = {one: sum(tenant == one and then >= begin_s for then, tenant in at_s) for one in "abc"}
+    found = sums_of(counts.rings, clock.now_s, window_s)
+    assert {tenant: bucket["requests"] for tenant, bucket in found.items()} == {
+        tenant: number for tenant, number in wanted.items() if number
+    }
+
+
+def test_refusals_and_misses_are_told_by_cause(clock: Clock) -> None:
+    """The most frequent first; each refusal with what ends it."""
+    counts = Tally(clock)
+    for limit, number in (("tokens_per_minute", 2), ("requests_per_second", 3)):
+        counts.add("warmpath_refusals_total", number, tenant="a", place="ingress", limit=limit)
+    for reason, number in (("time", 1), ("evicted", 4)):
+        counts.add("warmpath_cache_misses_total", number, tenant="a", reason=reason)
+        counts.add("warmpath_cache_missed_tokens_total", 100 * number, tenant="a", reason=reason)
+    bucket = sums_of(counts.rings, clock(), 60)["a"]
+    assert [(row["place"], row["limit"], row["requests"]) for row in refusals_of(bucket)] == [
+        ("ingress", "requests_per_second", 3),
+        ("ingress", "tokens_per_minute", 2),
+    ]
+    assert all(row["limit"] in row["remedy"] for row in refusals_of(bucket))
+    assert misses_of(bucket) == {"evicted": (4, 400), "time": (1, 100)}

@@ -168,7 +168,6 @@ export class Cache {
     const heardS = age === null ? null : atS - age;
     this.replicas.set(told.replica, { ...told, reported_at_s: heardS, lost_at_s: told.state === "lost" ? (heardS ?? atS) : null });
     this.lost.delete(told.replica);
-    this.names.learnReplica(told.replica, told.number);
   }
 
   /** Remove a replica that is gone. `told`: its event. */
@@ -176,7 +175,6 @@ export class Cache {
     const before = this.replicas.get(told.replica);
     const lost = told.lost ?? (before !== undefined && before.state !== "leaving");
     const sinceS = told.at_s - (lost ? (told.report_age_s ?? 0) : 0);
-    this.names.learnReplica(told.replica, told.number);
     if (lost) this.lost.set(told.replica, { ...before, ...told, state: "lost", lost_at_s: sinceS });
     if (this.lost.size > MAX_REPLICAS) this.lost.delete(this.lost.keys().next().value);
     this.replicas.delete(told.replica);
@@ -238,11 +236,12 @@ const HANDLERS = {
     cache.keepFigures(event);
     cache.rates = { ...event.rates };
     for (const decision of rows(event.decisions)) cache.keepDecision(decision);
+    const refused = rows(event.refusals).map((row) => ({ type: "refusal", ...row }));
     cache.configuration = refusals(rows(event.configuration), event);
     const moves = rows(event.moves).map((move) => ({ type: "move", ...move }));
     const scale = moved(event.scale) ? [{ type: "scale", ...event.scale }] : [];
     const rest = before.filter(({ type }) => type !== "replica_left");
-    return [...gone, ...rest, ...moves, ...scale, ...cache.configuration, ...cache.decisions].sort((one, other) => one.at_s - other.at_s);
+    return [...gone, ...rest, ...moves, ...scale, ...cache.configuration, ...cache.decisions, ...refused].sort((one, other) => one.at_s - other.at_s);
   },
   replica(cache, event) {
     const before = cache.replicas.get(event.replica)?.state ?? "joining";
@@ -279,6 +278,7 @@ const HANDLERS = {
     cache.keepDecision(event);
     return [event];
   },
+  refusal: (_, event) => [event],
   evictions: (_, event) => [event],
   pulls: (_, event) => [event],
   move: (_, event) => [event],

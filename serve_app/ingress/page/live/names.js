@@ -1,4 +1,4 @@
-// Readable names: replicas by number; prompts of this page by their first words, and others by kind and tenant.
+// Readable names: replicas by the id that metrics and /v1/cache/state have, too; prompts of this page by their first words, and others by kind and tenant.
 
 const MAX_NAMES = 2048;
 const MAX_SAID = 256;
@@ -7,7 +7,6 @@ const KINDS = { public: "public prompt", system: "system prompt", conversation: 
 
 export class Names {
   constructor() {
-    this.numbers = new Map();
     this.numbered = new Map();
     this.counts = new Map();
     this.said = new Map();
@@ -18,14 +17,8 @@ export class Names {
     return Object.assign(new Names(), structuredClone({ ...this }));
   }
 
-  /** Store a replica's number, or the next free one if the server sends none. */
-  learnReplica(id, told) {
-    if (this.numbers.has(id)) return;
-    keep(this.numbers, id, told ?? Math.max(0, ...this.numbers.values()) + 1, MAX_NAMES);
-  }
-
   replica(id) {
-    return `replica ${this.numbers.get(id) ?? id}`;
+    return `replica ${id}`;
   }
 
   /** Remember the text of a request of this page, because events have none. `id`: the deepest prefix of its prompt. */

@@ -53,15 +53,16 @@ export class Sessions {
 
   show(sessions, note) {
     byId("sessions-note").textContent = note;
-    byId("sessions-rows").replaceChildren(...sessions.map((session) => row(session, this.cache.names)));
+    byId("sessions-rows").replaceChildren(...sessions.map((session) => sessionRow(session, this.cache.names)));
   }
 }
 
-function row(session, names) {
+/** A row of a table of sessions. `named`: with its tenant. */
+export function sessionRow(session, names, named = true) {
   const shared = session.tokens - session.own_tokens;
   const cells = [
     session.session || "unnamed",
-    session.tenant,
+    ...(named ? [session.tenant] : []),
     STATES[session.state]?.(session) ?? session.state,
     shared > 0 ? `${count(session.tokens)} (${count(shared)} shared)` : count(session.tokens),
     count(session.turns),

@@ -1,8 +1,7 @@
 // The map: one card per replica, with the replica's prefixes as a tree of bars. It draws only the cache model's data.
 
-import { byId, capital, compact, count, make, plural } from "../dom.js";
+import { byId, capital, compact, count, make, percent, plural } from "../dom.js";
 import { isQuiet } from "../live/cache.js";
-import { Colours } from "./colours.js";
 import { layout, MAX_LEAVES, roundUp } from "./layout.js";
 import { walk } from "./keys.js";
 
@@ -20,13 +19,13 @@ const LABEL_FROM = 0.2;
 const DENSE_LABEL_FROM = 0.35;
 
 export class CacheMap {
-  /** `cache`: the model; `timeOf`: formats a time; `choose`: called with the selected `{replica, node}`. */
-  constructor(cache, timeOf, choose) {
+  /** `cache`: the model; `colours`: of tenants; `timeOf`: formats a time; `choose`: called with the selected `{replica, node}`. */
+  constructor(cache, colours, timeOf, choose) {
     this.cache = cache;
     this.timeOf = timeOf;
     this.choose = choose;
     this.stale = false;
-    this.colours = new Colours();
+    this.colours = colours;
     this.cards = new Map();
     this.chosen = "";
     byId("replicas").addEventListener("keydown", (event) => walk(event));
@@ -52,6 +51,7 @@ export class CacheMap {
   render(stale = this.stale) {
     this.stale = stale;
     const replicas = [...this.cache.replicas.values(), ...this.cache.lately()];
+    this.colours.learn(this.cache.groups().map(([group]) => group));
     const trees = new Map(replicas.map(({ replica }) => [replica, layout(this.cache.tree(replica), MAX_LEAVES)]));
     const dense = replicas.length >= DENSE_FROM;
     const scale = {
@@ -102,15 +102,16 @@ export class CacheMap {
 class Card {
   constructor(id, name) {
     this.bars = new Map();
-    this.name = make("button", { type: "button", className: "replica-name", title: `${name}: ${id}` }, name);
+    this.name = make("button", { type: "button", className: "replica-name", title: name }, name);
     this.state = make("span", { className: "replica-state" });
     this.place = make("p", { className: "replica-place" });
     this.pool = make("div", { className: "pool", role: "img" }, ...["used", "cached", "free"].map((part) => make("span", { className: `pool-${part}` })));
+    this.owners = make("div", { className: "owners", role: "img" });
     this.load = make("p", { className: "replica-load" }, make("span"), make("span"));
     this.tree = make("div", { className: "tree", role: "tree", "aria-label": `Prefixes of ${name}` });
-    this.axis = make("p", { className: "axis", "aria-hidden": "true" }, make("span", {}, "0"), make("span"), make("span"));
+    this.axis = make("p", { className: "axis", "aria-hidden": "true" }, make("span", {}, "prompt’s start"), make("span"), make("span"));
     const head = make("div", { className: "replica-head" }, this.name, this.state);
-    const parts = [head, this.place, this.pool, this.load, this.tree, this.axis];
+    const parts = [head, this.place, this.pool, this.owners, this.load, this.tree, this.axis];
     this.element = make("section", { className: "replica entering", "data-id": id, "aria-label": capital(name) }, ...parts);
   }
 
@@ -122,6 +123,7 @@ class Card {
     this.place.hidden = !this.place.textContent;
     this.place.title = this.place.textContent;
     this.fill(replica, map.cache);
+    this.own(replica, map);
     const waiting = replica.waiting ? `, ${count(replica.waiting)} waiting` : "";
     const left = tree.left ? `${plural(tree.left, "older path")} not shown` : "";
     this.load.children[1].textContent = replica.running === undefined ? left : `${count(replica.running)} running${waiting}${left && `; ${left}`}`;
@@ -142,6 +144,25 @@ class Card {
     const [inUse, reusable, empty] = [used, cached, free].map((blocks) => count(blocks * cache.blockSize));
     this.pool.title = `KV pool of ${count(capacity)} tokens: ${inUse} in use, ${reusable} cached, ${empty} free`;
     this.pool.setAttribute("aria-label", this.pool.title);
+  }
+
+  /** The pool by owner, on the scale of the whole pool. */
+  own(replica, { cache, colours }) {
+    const owners = Object.entries(replica.blocks_by_owner ?? {});
+    this.owners.hidden = !owners.length || replica.state === "lost";
+    if (this.owners.hidden) return;
+    const held = owners.reduce((sum, [, blocks]) => sum + blocks, 0);
+    while (this.owners.childElementCount > owners.length + 1) this.owners.lastChild.remove();
+    while (this.owners.childElementCount < owners.length + 1) this.owners.append(make("span"));
+    [...owners, [null, Math.max(0, replica.blocks_total - held)]].forEach(([owner, blocks], at) => {
+      const part = this.owners.children[at];
+      part.style.flexGrow = String(blocks);
+      part.className = owner === null ? "pool-free" : "";
+      if (owner !== null) colours.swatch(part, owner === "(public)" ? null : owner);
+    });
+    const says = owners.map(([owner, blocks]) => `${owner} ${percent(blocks / replica.blocks_total)}`).join(", ");
+    this.owners.title = `Of the pool: ${says}`;
+    this.owners.setAttribute("aria-label", this.owners.title);
   }
 
   draw(replica, tree, scale, map) {

@@ -7,8 +7,9 @@ const MAX_NAMED = 3;
 const SAY_EVERY_MS = 3000;
 
 export class Alarms {
-  /** `cache`: the model that is shown; `timeOf`: formats a time. */
-  constructor(cache, timeOf) {
+  /** `cache`: the model that is shown; `timeOf`: formats a time; `policy`: the alarms of refusals, or null if none are told. */
+  constructor(cache, timeOf, policy) {
+    this.policy = policy;
     this.cache = cache;
     this.timeOf = timeOf;
     this.shown = "";
@@ -23,8 +24,8 @@ export class Alarms {
     if (key === this.shown) return;
     this.shown = key;
     byId("alarms").hidden = !alarms.length;
-    byId("alarms-list").replaceChildren(...alarms.map(({ level, text }) => make("li", { className: level }, mark(level), text)));
-    for (const { id, text } of alarms) if (!this.said.has(id)) this.say(text);
+    byId("alarms-list").replaceChildren(...alarms.map(line));
+    for (const { id, text, lead } of alarms) if (!this.said.has(id)) this.say(`${lead?.text ?? ""}${text}`);
     this.said = new Set(alarms.map(({ id }) => id));
   }
 
@@ -32,7 +33,7 @@ export class Alarms {
   ofModel(connection) {
     if (connection && connection.name !== "live") return [];
     const { cache } = this;
-    return [...this.dead(), ...refused(cache), ...this.quiet(), ...this.without(), ...missing(cache), ...errors(cache)];
+    return [...this.dead(), ...refused(cache), ...this.quiet(), ...this.without(), ...missing(cache), ...errors(cache, connection && this.policy())];
   }
 
   dead() {
@@ -101,13 +102,20 @@ function missing({ ingresses: { all, heard } }) {
   return [{ id: "ingresses", level: "warn", text: `${text}; the page does not show the requests of the others.` }];
 }
 
-function errors(cache) {
+/** `policy`: the alarms of refusals by tenant, or null: then the figures tell how many there were. */
+function errors(cache, policy) {
   const { refused: limited, refusedBy, failed } = cache.lastMinute();
   const lines = [];
   if (failed) lines.push({ id: "failed", level: "bad", text: `${plural(failed, "request")} failed (5xx) in the last minute.` });
+  if (policy) return [...lines, ...policy];
   const by = [...refusedBy].map(([reason, number]) => `${number} by ${reason}`).join(", ");
-  if (limited) lines.push({ id: "refused", level: "warn", text: `${plural(limited, "request")} ${limited === 1 ? "was" : "were"} refused (429) in the last minute${by && `: ${by}`}.` });
+  if (limited) lines.push({ id: "refused", level: "policy", text: `${plural(limited, "request")} ${limited === 1 ? "was" : "were"} refused (429) in the last minute${by && `: ${by}`}.` });
   return lines;
 }
 
-const mark = (level) => make("span", { className: "alarm-mark", "aria-hidden": "true" }, level === "bad" ? "!" : "?");
+function line({ level, lead, text }) {
+  const button = lead && make("button", { type: "button", onclick: lead.choose }, lead.text);
+  return make("li", { className: level }, mark(level), make("span", {}, button, text));
+}
+
+const mark = (level) => make("span", { className: "alarm-mark", "aria-hidden": "true" }, { bad: "!", policy: "–" }[level] ?? "?");

@@ -1,6 +1,7 @@
 // The figures in the header: current ones, and the last 15 minutes from the server.
 
-import { byId, compact, count, drawn, make, percent, seconds } from "../dom.js";
+import { brief, byId, compact, count, drawn, make, number, percent } from "../dom.js";
+import { isQuiet } from "../live/cache.js";
 import { draw } from "./spark.js";
 
 const BUCKET_S = 10;
@@ -12,7 +13,11 @@ export function drawVitals(cache) {
   const known = cache.replicas.size > 0 || cache.model !== "";
   const { cached, lately, reused } = cache.vitals();
   const capacity = [...cache.replicas.values()].reduce((sum, replica) => sum + (cache.capacityOf(replica) ?? 0), 0);
-  set("replicas", known ? count(cache.replicas.size) : "–", cache.replicas.size === 1 ? "replica" : "replicas");
+  const all = [...cache.replicas.values(), ...cache.lately()];
+  const there = all.filter((replica) => replica.state !== "lost" && !isQuiet(replica)).length;
+  const of = there < all.length ? ` of ${count(all.length)}` : "";
+  set("replicas", known ? `${count(there)}${of}` : "–", all.length === 1 ? "replica" : "replicas");
+  byId("vital-replicas").classList.toggle("wrong", there < all.length);
   set("cached", known ? `${compact(cached)}${capacity ? ` of ${compact(capacity)}` : ""}` : "–", "tokens cached");
   set("reused", reused === null ? "–" : percent(reused), `prompts reused${reused === null ? "" : lately ? ", last minute" : ", since the start"}`);
   const buckets = quarter(cache);
@@ -23,10 +28,13 @@ export function drawVitals(cache) {
   const { ttft_p50_s: half, ttft_p95_s: most } = (requests && cache.minute) || {};
   set("ttft", half ? `${brief(half)} · ${brief(most)}` : "–", `TTFT p50 · p95${cache.simulated ? ", simulated" : ""}`);
   curve("ttft", buckets, [(row) => row?.ttft_p50_s ?? null, (row) => row?.ttft_p95_s ?? null], (longest) => `p95 at most ${brief(longest)}`);
-  set("errors", cache.figures.size ? count(refused + failed) : "–", "errors, last minute");
-  byId("vital-errors").classList.toggle("wrong", refused + failed > 0);
-  byId("spark-errors").classList.toggle("wrong", [...cache.figures.values()].some((row) => row.refused + row.failed));
-  curve("errors", buckets, [(row) => (row ? row.refused + row.failed : 0)], (worst) => `at most ${count(worst)} in ${BUCKET_S} s`);
+  const counted = { errors: [failed, "failed"], refused: [refused, "refused"] }; // by faults, and by policy
+  for (const [name, [total, field]] of Object.entries(counted)) {
+    set(name, cache.figures.size ? count(total) : "–", `${name}, last minute`);
+    byId(`vital-${name}`).classList.toggle("wrong", total > 0);
+    byId(`spark-${name}`).classList.toggle("wrong", [...cache.figures.values()].some((row) => row[field]));
+    curve(name, buckets, [(row) => row?.[field] ?? 0], (worst) => `at most ${count(worst)} in ${BUCKET_S} s`);
+  }
   drawRates(cache, buckets, sum, overS);
 }
 
@@ -69,6 +77,3 @@ function set(name, value, label) {
   if (shown.textContent !== value) shown.textContent = value;
   if (told.textContent !== label) told.textContent = label;
 }
-
-const number = (value) => (value < 10 ? value.toFixed(value && value < 1 ? 2 : 1) : count(value));
-const brief = (value) => (value < 10 ? seconds(value) : `${count(value)} s`);

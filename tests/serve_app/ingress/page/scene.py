@@ -47,6 +47,54 @@ def figure(at_s: float, **more: Any) -> Event:
     return {"at_s": 10 * (at_s // 10), **counts, "ttft_p50_s": 0.021, "ttft_p95_s": 0.34, **more}
 
 
+def tenant(name: str, **more: Any) -> Event:
+    """A row of the table of tenants: 120 answers in a minute."""
+    tokens = {"prompt_tokens": 120_000, "cached_tokens": 100_000, "output_tokens": 9_000}
+    rates = {"prompt_tokens_per_s": 2000.0, "cached_tokens_per_s": 1666.7, "output_tokens_per_s": 150.0}
+    times = {"ttft_p50_s": 0.041, "ttft_p95_s": 0.34, "e2e_p50_s": 1.4, "e2e_p95_s": 4.2}
+    counts = {"requests": 120, "refused": 0, "failed": 0, "requests_per_s": 2.1, "hit_rate": 0.8333}
+    causes: Event = {"refused_by": [], "missed_by": []}
+    held = {"kv_tokens": 41_000, "kv_share_tokens": 43_690}
+    return {"tenant": name, **counts, **tokens, **rates, **times, **causes, **held, **more}
+
+
+def idle(name: str) -> Event:
+    """A tenant without requests."""
+    none = dict.fromkeys(("hit_rate", "ttft_p50_s", "ttft_p95_s", "e2e_p50_s", "e2e_p95_s"))
+    zero = {f"{part}_tokens{end}": 0 for part in ("prompt", "cached", "output") for end in ("", "_per_s")}
+    return tenant(name, requests=0, requests_per_s=0.0, kv_tokens=0, **zero, **none)
+
+
+REMEDY = "Let it send shorter prompts or a smaller max_tokens, or raise its tokens_per_minute."
+
+
+def refused(name: str, requests: int = 12) -> Event:
+    """Refusals of a tenant, as in a table."""
+    limit = {"place": "ingress", "limit": "tokens_per_minute", "requests": requests, "remedy": REMEDY}
+    return {"tenant": name, **limit}
+
+
+def table(*rows: Event, viewer: str = "operator", refusals: tuple[Event, ...] = ()) -> Event:
+    """The answer of /v1/tenants/stats."""
+    span = {"at_s": 100.0, "window_s": 60, "since_s": 45}
+    return {"object": "tenants.stats", "viewer": viewer, **span, "data": list(rows), "refusals": list(refusals)}
+
+
+def tenants(number: int) -> list[Event]:
+    """Rows of tenants: the second is refused, misses and is at the end of its budget; the third is idle."""
+    budget = {"tenant": "globex", "unit": "tokens", "period": "day", "limit": 5_000_000, "used": 4_300_000}
+    budget |= {"left": 700_000, "ends_at": "2027-01-31T00:00:00Z", "hard": True}
+    missed = {"reason": "time", "requests": 9, "lost_tokens": 10_800, "remedy": "Move the date or time."}
+    by = {name: value for name, value in refused("globex").items() if name != "tenant"}
+    causes: Event = {"refused": 12, "refused_by": [by], "missed_by": [missed], "hit_rate": 0.31, "ttft_p95_s": 2.31}
+    rows = [
+        tenant("acme", today={"cost": 1.2345, "saved": 4.5}),
+        tenant("globex", kv_tokens=62_000, budget=budget, today={"cost": 12.5, "saved": 0.5}, **causes),
+        idle("initech"),
+    ]
+    return [*rows, *(tenant(f"team-{at:03}") for at in range(number - 3))][:number]
+
+
 def prefixes() -> list[Event]:
     """A public prompt, two tenants' system prompts, and conversations; ``r1`` holds all, ``r2`` some."""
     both = {"r1": 512, "r2": 512}

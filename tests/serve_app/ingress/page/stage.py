@@ -26,7 +26,8 @@ class Stage:
     ``thoughts``: before it; ``ends``: its finish reason. ``bodies``: the chats received. ``busy``: the reason to refuse
     listeners now, with 429. ``mute``: streams send nothing, as if the network were gone. ``sessions``: by key;
     ``asked_sessions``: the keys of requests for them; ``no_sessions``: 404. ``models``: by name, whose adapter or alias
-    each is; ``asked_models``: those of streams of events, "" for none.
+    each is; ``asked_models``: those of streams of events, "" for none. ``tables``: of tenants, by key; ``requests``: by
+    tenant; ``asked_tables``: the keys and spans of requests for tables. ``apis``: the keys that may read the API.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,10 @@ class Stage:
         self.no_sessions = False
         self.models = {"demo": "demo"}
         self.asked_models: list[str] = []
+        self.tables: dict[str, Event] = {}
+        self.asked_tables: list[tuple[str, str]] = []
+        self.requests: dict[str, list[Event]] = {}
+        self.apis: list[str] = []
         self.held = threading.Event()
         self.held.set()
         self.reading = threading.Event()
@@ -106,7 +111,27 @@ class Stage:
         self.asked_sessions.append(key)
         if self.no_sessions:
             return JSONResponse({"detail": "there are others"}, 404)
-        return JSONResponse({"sessions": self.sessions[key]}) if key in self.sessions else REFUSED
+        tenant = request.query_params.get("tenant")
+        if key not in self.sessions:
+            return REFUSED
+        return JSONResponse({"sessions": [row for row in self.sessions[key] if tenant in (None, row["tenant"])]})
+
+    async def table(self, request: Request) -> Response:
+        """Answer like ``GET /v1/tenants/stats``."""
+        key = _key(request)
+        self.asked_tables.append((key, request.query_params["window_s"]))
+        return JSONResponse(self.tables[key]) if key in self.tables else JSONResponse({"detail": "none"}, 404)
+
+    async def told_requests(self, request: Request) -> Response:
+        """Answer like ``GET /v1/tenants/TENANT/requests``."""
+        return JSONResponse({"data": self.requests.get(request.path_params["tenant"], [])})
+
+    async def api(self, request: Request) -> Response:
+        """Answer like ``GET /openapi.json``, where it needs a key."""
+        if _key(request) not in self.apis:
+            return REFUSED
+        post = {"post": {"summary": "Chat", "description": "A chat's answer.\n\nMore."}}
+        return JSONResponse({"info": {"title": "warmpath"}, "paths": {"/v1/chat/completions": post}})
 
     async def listed(self, request: Request) -> Response:
         """Answer like ``GET /v1/models``."""
@@ -178,6 +203,9 @@ def staged() -> Iterator[tuple[str, Stage]]:
         Route("/v1/chat/completions", stage.chat, methods=["POST"]),
         Route("/v1/messages/count_tokens", _count, methods=["POST"]),
         Route("/v1/cache/events", stage.events),
+        Route("/v1/tenants/stats", stage.table),
+        Route("/v1/tenants/{tenant}/requests", stage.told_requests),
+        Route("/openapi.json", stage.api),
         Route("/v1/cache/sessions", stage.told_sessions),
     ]
     with Loopback(lambda: Starlette(routes=routes)) as running:

@@ -31,21 +31,21 @@ def test_a_lost_replica_is_shown_for_a_minute(page: Any, stage: Stage) -> None:
     """Its card and an alarm show the time, also in a page that opens later. A stopped replica disappears at once."""
     now_s = begin(page, stage)
     stage.send(replica("r3", now_s, state="joining"), replica("r2", now_s, state="lost", report_age_s=4.0))
-    alarm(page, "Replica 2 was lost at").wait_for()
+    alarm(page, "Replica r2 was lost at").wait_for()
     lost = page.locator("[data-id=r2] .replica-state").inner_text()
     stage.send({**left("r2", now_s + 2), "report_age_s": 6.0})
     page.locator("[data-id=r2] .tree:not(:has(.bar))").wait_for()
     assert page.locator("[data-id=r2] .replica-state").inner_text() == lost, "the time of the last report"
-    assert lines(page, "incidents") == ["Replica 2 was lost"]
-    assert alarm(page, "Replica 3 is joining.").count() == 1
-    page.locator("#alarms-spoken", has_text="Replica 2 was lost").wait_for(state="attached")
-    page.get_by_role("button", name="replica 2", exact=True).click()
+    assert lines(page, "incidents") == ["Replica r2 was lost"]
+    assert alarm(page, "Replica r3 is joining.").count() == 1
+    page.locator("#alarms-spoken", has_text="Replica r2 was lost").wait_for(state="attached")
+    page.get_by_role("button", name="replica r2", exact=True).click()
     assert "It was lost" in page.locator("#why").inner_text()
     stage.send(replica("r1", now_s + 63))
     page.locator("[data-id=r2]").wait_for(state="detached")
     stage.send(left("r1", time.time(), lost=False))
     page.locator("[data-id=r1]").wait_for(state="detached")
-    assert lines(page, "incidents")[0] == "Replica 1 left"
+    assert lines(page, "incidents")[0] == "Replica r1 left"
     now_s = time.time()
     stage.snapshots = {"": [snapshot(now_s, replicas=[replica("r1")], incidents=[left("r2", now_s - 5)])]}
     page.reload()
@@ -79,8 +79,8 @@ def test_an_operator_sees_each_problem(page: Any, stage: Stage) -> None:
     alarm(page, "rps: there is no such setting").wait_for()
     alarm(page, "1 of 2 ingresses answers").wait_for()
     stage.send(replica("r2", now_s, report_age_s=3.4), replica("r1", now_s, without=["turns", "shares"]))
-    alarm(page, "Replica 2 has not reported since").wait_for()
-    alarm(page, "Replica 1 goes without shares, turns: vLLM differs there").wait_for()
+    alarm(page, "Replica r2 has not reported since").wait_for()
+    alarm(page, "Replica r1 goes without shares, turns: vLLM differs there").wait_for()
     row = figure(now_s, refused=12, failed=1, refused_by={"ingress: tokens_per_minute": 12})
     stage.send({"type": "totals", "at_s": now_s, "totals": [], "figures": [row], "minute": row})
     alarm(page, "12 requests were refused (429) in the last minute: 12 by ingress: tokens_per_minute.").wait_for()
@@ -139,20 +139,31 @@ def test_the_server_names_counters_that_are_shown_by_second(page: Any, stage: St
 
 
 def test_lists_are_separate_and_survive_a_reconnection(page: Any, stage: Stage) -> None:
-    """Hundreds of requests do not hide an incident, and a new snapshot does not list events twice."""
+    """Hundreds of requests do not hide an incident, and a new snapshot does not list events twice.
+
+    A replica with nothing to copy is none, as at the first start.
+    """
     now_s = time.time()
-    cold = {"kind": "prewarm", "replica": "r2", "state": "done", "blocks": 0, "at_s": now_s - 20}
+    cold = {
+        "kind": "prewarm",
+        "replica": "r2",
+        "state": "done",
+        "blocks": 0,
+        "at_s": now_s - 20,
+        "skipped_blocks": {"time": 9},
+    }
     warm = {"kind": "prewarm", "replica": "r1", "state": "done", "blocks": 12, "at_s": now_s - 30}
     joined = {"type": "joined", "at_s": now_s - 29, "replica": "r1", "number": 1}
     told = [decision("old.0", now_s - 50)]
-    begin(page, stage, moves=[warm, cold], incidents=[joined, left("r9", now_s - 10)], decisions=told)
+    alone = {"kind": "prewarm", "replica": "r3", "state": "done", "blocks": 0, "peers": 2, "at_s": now_s - 40}
+    begin(page, stage, moves=[warm, cold, alone], incidents=[joined, left("r9", now_s - 10)], decisions=told)
     wanted = [
-        "Replica 9 was lost",
-        "Replica 2 joined cold: it copied nothing",
-        "Replica 1 joined warm: it copied 192 tokens from other replicas",
+        "Replica r9 was lost",
+        "Replica r2 joined cold: it copied nothing",
+        "Replica r1 joined warm: it copied 192 tokens from other replicas",
     ]
     assert lines(page, "incidents") == wanted
-    assert lines(page, "requests") == ["acme: 1,200 tokens to replica 1, 99 % reused"]
+    assert lines(page, "requests") == ["acme: 1,200 tokens to replica r1, 99 % reused"]
     stage.send(*(decision(f"flood{at}.0", now_s + at / 100) for at in range(300)))
     page.wait_for_function("() => document.querySelectorAll('#requests li').length > 3")
     assert page.locator("#requests li").count() < 12, "a sample"
@@ -183,15 +194,17 @@ def test_prompts_of_this_page_are_named_by_their_first_words(page: Any, stage: S
 
 
 def test_cards_show_a_replicas_node_and_its_cached_tokens(page: Any, stage: Stage) -> None:
-    """The card also shows the capacity. The bar has a legend, and the name has the id as its tooltip."""
-    begin(page, stage, replicas=[replica("r1", node="berth-7", gpu="0"), replica("r2")], links=["docs"])
+    """The card also shows the capacity, and the pool by owner on its own scale. Replicas have one name everywhere."""
+    held = {"acme": 128, "(public)": 64}
+    begin(page, stage, replicas=[replica("r1", node="berth-7", gpu="0", blocks_by_owner=held), replica("r2")])
     card = page.locator("[data-id=r1]")
     assert card.locator(".replica-place").inner_text() == "berth-7 · GPU 0"
     assert "4.8K of 8.2K tokens cached" in card.locator(".replica-load").inner_text()
-    assert card.locator(".replica-name").get_attribute("title") == "replica 1: r1"
+    assert card.locator(".replica-name").inner_text() == "replica r1"
     assert page.locator("#pool-legend").inner_text().split() == ["Pool:", "in", "use", "cached", "free"]
-    assert page.get_by_role("link", name="API").get_attribute("href") == "docs"
-    assert not page.locator("#link-metrics").is_visible()
+    assert card.locator(".owners").get_attribute("aria-label") == "Of the pool: acme 25 %, (public) 13 %"
+    widths = [part.bounding_box()["width"] for part in card.locator(".owners span").all()]
+    assert abs(widths[0] / sum(widths) - 128 / 512) < 0.02, "the rest of the pool is free"
 
 
 def open_file(page: Any, path: Path) -> None:
@@ -231,7 +244,7 @@ def test_it_plays_pauses_and_moves_by_keyboard(page: Any, stage: Stage, tmp_path
     page.get_by_label("Speed").select_option("30")
     scrub.press(" ")
     page.get_by_role("button", name="Pause").wait_for()
-    page.locator("#incidents", has_text="Replica 3 left").wait_for()
+    page.locator("#incidents", has_text="Replica r3 left").wait_for()
     page.get_by_role("button", name="Play").wait_for()
     assert page.locator("#clock").inner_text() == "1:00 / 1:00"
     scrub.press("Home")
@@ -253,7 +266,7 @@ def test_live_events_continue_behind_a_recording(page: Any, stage: Stage, tmp_pa
     page.get_by_role("button", name="Back to live").click()
     wait_for_replicas(page, ["r7"])
     assert not page.locator("#player").is_visible()
-    assert lines(page, "incidents") == ["Replica 7 joined", "The autoscaler scales from 1 to 2 replicas"]
+    assert lines(page, "incidents") == ["Replica r7 joined", "The autoscaler scales from 1 to 2 replicas"]
 
 
 @pytest.mark.parametrize(

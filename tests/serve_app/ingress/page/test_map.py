@@ -62,12 +62,12 @@ def test_events_appear(page: Any, stage: Stage) -> None:
         replica("r3", now_s),
         {"type": "something_new", "at_s": now_s},
     )
-    page.locator("#incidents", has_text="Replica 3 joined").wait_for()
-    assert lines(page, "incidents") == ["Replica 3 joined", "The autoscaler scales from 2 to 3 replicas"]
+    page.locator("#incidents", has_text="Replica r3 joined").wait_for()
+    assert lines(page, "incidents") == ["Replica r3 joined", "The autoscaler scales from 2 to 3 replicas"]
     assert lines(page, "requests") == [
-        "Replica 1 pulled 512 tokens from another replica in 100 ms",
-        "Replica 2 evicted 64 tokens to make room",
-        "acme: 1,200 tokens to replica 1, 99 % reused",
+        "Replica r1 pulled 512 tokens from another replica in 100 ms",
+        "Replica r2 evicted 64 tokens to make room",
+        "acme: 1,200 tokens to replica r1, 99 % reused",
     ]
     page.locator("[data-id=r3]").wait_for()
     page.locator("[data-id=c-acme]").wait_for(state="detached")
@@ -75,9 +75,9 @@ def test_events_appear(page: Any, stage: Stage) -> None:
     page.locator("#lists-spoken", has_text="The autoscaler scales from 2 to 3 replicas").wait_for(state="attached")
     stage.send({"type": "replica_left", "at_s": now_s, "replica": "r2", "number": 2, "lost": False})
     page.locator("[data-id=r2]").wait_for(state="detached")
-    page.locator("#incidents", has_text="Replica 2 left").wait_for()
+    page.locator("#incidents", has_text="Replica r2 left").wait_for()
     page.locator("[data-id=r1] [data-id=p-clerk]").click()
-    assert "replica 1 and" not in page.locator("#why").inner_text()
+    assert "replica r1 and" not in page.locator("#why").inner_text()
 
 
 def test_reasons_are_shown_for_any_selection(page: Any, stage: Stage) -> None:
@@ -87,7 +87,7 @@ def test_reasons_are_shown_for_any_selection(page: Any, stage: Stage) -> None:
     shown = page.locator("#why").inner_text()
     assert "can reuse the first 1,152 tokens" in shown
     assert "It is pinned" in shown
-    page.get_by_role("button", name="replica 2", exact=True).click()
+    page.get_by_role("button", name="replica r2", exact=True).click()
     assert "780 tokens/s, simulated" in page.locator("#why").inner_text()
     stage.send(decision("one.0", now_s, reason="load_spill", selected_cached_tokens=512, cached_tokens=512))
     page.locator("#requests button").first.click()
@@ -104,7 +104,7 @@ def test_the_keyboard_reaches_everything(page: Any, stage: Stage) -> None:
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the cache map"
     page.keyboard.press("Enter")
-    for wanted in ("replica 1", "clerk@1, 512 tokens"):
+    for wanted in ("replica r1", "clerk@1, 512 tokens"):
         page.keyboard.press("Tab")
         told = page.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.textContent")
         assert told == wanted
@@ -140,7 +140,7 @@ def test_a_tenant_sees_only_its_part_from_the_server(page: Any, stage: Stage) ->
     page.get_by_label("API key", exact=True).press("Tab")
     page.locator("[data-id=s-own]").wait_for()
     assert "globex" not in page.content()
-    page.get_by_role("button", name="replica 1", exact=True).click()
+    page.get_by_role("button", name="replica r1", exact=True).click()
     page.locator("#requests button").first.click()
     shown = page.locator("body").inner_text()
     assert "undefined" not in shown
@@ -159,8 +159,8 @@ def test_the_answer_names_its_replica_and_the_cost_without_a_cache(page: Any, st
     page.get_by_text("Yes, you", exact=True).wait_for()
     stage.send(decision("answer1.0", now_s))
     stage.held.set()
-    page.locator(".reuse button", has_text="replica 1").click()
-    page.locator("#why h4", has_text="Why replica 1").wait_for()
+    page.locator(".reuse button", has_text="replica r1").click()
+    page.locator("#why h4", has_text="Why replica r1").wait_for()
     stage.bodies.append(stage.bodies[0])
     page.get_by_label("Your message").fill("And again")
     page.get_by_label("Your message").press("Enter")
@@ -284,14 +284,37 @@ def test_labels_can_be_read_on_every_colour(page: Any, stage: Stage) -> None:
 
 
 def test_colours_of_old_prefixes_are_forgotten(page: Any, stage: Stage) -> None:
-    """A page may stay open for weeks, and every conversation can have a colour."""
+    """A page may stay open for weeks, and every conversation can have a colour: only those that are shown are kept."""
     begin(page, stage)
     known = page.evaluate(
         """async () => {
           const { Colours } = await import("./page/map/colours.js");
           const colours = new Colours();
-          const hues = Array.from({ length: 10_000 }, (_, at) => colours.hue(`conversation ${at}`));
-          return [colours.order.size, colours.hue("conversation 9999") === hues[9999]];
+          for (let at = 0; at < 10_000; at += 1) colours.learn([null, `conversation ${at}`]);
+          return [colours.slots.size, colours.groups.length];
         }"""
     )
-    assert known == [2048, True]
+    assert known == [1, 1]
+
+
+def test_a_tenants_colour_depends_on_the_names_alone(page: Any, stage: Stage) -> None:
+    """Not on the order in which they come. Up to 16 have different ones; with more, all have one."""
+    begin(page, stage)
+    ways = page.evaluate(
+        """async () => {
+          const { Colours } = await import("./page/map/colours.js");
+          const look = (colours, name) => `${colours.hue(name)} ${colours.slotOf(name) >= 8}`;
+          const told = (names, ...groups) => {
+            const colours = new Colours();
+            for (const some of groups) colours.learn(some);
+            colours.learnTenants(names);
+            return names.map((name) => look(colours, name));
+          };
+          const names = Array.from({ length: 16 }, (_, at) => `tenant ${at}`);
+          const turned = told([...names].reverse(), ["tenant 3", null], ["tenant 9"]).reverse();
+          const differ = [2, 3, 8, 12, 16].map((many) => new Set(told(names.slice(0, many))).size);
+          const many = told(Array.from({ length: 200 }, (_, at) => `tenant ${at}`));
+          return [told(names).join() === turned.join(), differ, many.every((one) => one.includes(" "))];
+        }"""
+    )
+    assert ways == [True, [2, 3, 8, 12, 16], True]

@@ -54,10 +54,10 @@ def opened(page: Any, stage: Stage) -> Any:
 def test_each_session_shows_its_state_and_tokens(opened: Any) -> None:
     """A waiting session has its reason."""
     assert table(opened) == [
-        ["00aa", "acme", "running", "1,200 (300 shared)", "3", "replica 1"],
-        ["unnamed", "acme", f"waiting for 12.0 s. {WHY}", "1,200", "3", "replica 1"],
-        ["00bb", "globex", "paused; its space is kept for 1 min 40 s", "1,200", "3", "replica 1"],
-        ["00cc", "acme", "left 2 min 10 s ago", "1,200", "1", "replica 1"],
+        ["00aa", "acme", "running", "1,200 (300 shared)", "3", "replica r1"],
+        ["unnamed", "acme", f"waiting for 12.0 s. {WHY}", "1,200", "3", "replica r1"],
+        ["00bb", "globex", "paused; its space is kept for 1 min 40 s", "1,200", "3", "replica r1"],
+        ["00cc", "acme", "left 2 min 10 s ago", "1,200", "1", "replica r1"],
     ]
     assert opened.locator("#sessions-note").inner_text() == "1 running, 1 paused, 1 waiting, 1 left"
 

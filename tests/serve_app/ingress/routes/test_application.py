@@ -109,6 +109,14 @@ def test_docs_follow_the_current_settings() -> None:
         assert {ask(application, path).status_code for path in ("/openapi.json", "/docs")} == {status}
 
 
+def test_a_key_opens_the_description_of_the_api() -> None:
+    """Where tenants exist, and nobody turned it off."""
+    for enable_docs, statuses in ((None, [200, 404]), (False, [404, 404]), (True, [200, 200])):
+        application = make_application(services_of(AppConfig(tenants=[ACME], enable_docs=enable_docs)))
+        headers = ({"authorization": f"Bearer {KEY}"}, {"authorization": "Bearer wp-wrong"})
+        assert [ask(application, "/openapi.json", headers=one).status_code for one in headers] == statuses
+
+
 OPERATORS = [
     *(("POST", f"/v1/{name}") for name in ("load_lora_adapter", "unload_lora_adapter", "cache/explain")),
     *(("POST", f"/v1/prompts/{change}") for change in ("warm", "promote", "cutover", "rollback")),
@@ -122,6 +130,7 @@ TENANTS = [
     ("DELETE", "/v1/sessions/one"),
     *((method, f"/v1/{name}") for name in ("files", "batches") for method in ("GET", "POST")),
     *(("GET", f"/v1/{name}") for name in ("models", "models/demo", "cache/events", "cache/sessions", "usage")),
+    *(("GET", f"/v1/tenants/{name}") for name in ("stats", "acme/requests")),
 ]
 
 

@@ -154,6 +154,7 @@ def test_every_file_that_a_file_names_is_there() -> None:
     """This covers files that the page loads and modules import; nothing is inline, and nothing is of another site."""
     files = page_files()
     named = {"index.html", "sample.txt", *_LINK.findall(files["index.html"].decode())}
+    named |= set(re.findall(r'(?:href|src)="([\w/.-]+\.\w+)"', files["help.html"].decode()))
     for path, content in files.items():
         text = content.decode()
         if path.endswith(".js"):
@@ -162,7 +163,8 @@ def test_every_file_that_a_file_names_is_there() -> None:
         if not path.endswith((".txt", ".svg")):
             assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path
     assert named == set(files)
-    assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=", files["index.html"].decode())
+    for name in ("index.html", "help.html"):
+        assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=", files[name].decode())
     assert not any("innerHTML" in content.decode() or "eval(" in content.decode() for content in files.values())
 
 
