@@ -187,7 +187,7 @@ MOVED = frozenset(
 def test_a_query_asks_for_existing_families_and_labels(title: str, promql: str) -> None:
     """A renamed family cannot break the dashboard unnoticed. Counters are read by their rate, gauges directly."""
     labels = {"le"}
-    read = re.findall(r"(?<![\w{])(warmpath_[a-z_]+)(?:\{[^}]*\})?(\[[$\w]+\])?", promql)
+    read = re.findall(r"(?<![\w{])(warmpath_[a-z0-9_]+)(?:\{[^}]*\})?(\[[$\w]+\])?", promql)
     assert read, title
     for name, window in read:
         end = next((end for end in _ENDS if name.endswith(end) and name.removesuffix(end) in FAMILIES), "")
