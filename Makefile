@@ -60,8 +60,8 @@ test-vllm: $(VLLM_STAMP)  ## run the tests that need vLLM (some minutes)
 
 VERSION ?= 0.33.0
 
-test-vllm-source: $(VLLM_STAMP)  ## check what is needed of another vLLM, from its wheel of 340 MB (VERSION=0.33.0)
-	$(VLLM_BIN)/python -m tests.vllm.source $(VERSION)
+test-vllm-source: $(VLLM_STAMP)  ## check what is needed of another vLLM, from its wheel of 340 MB (VERSION=0.33.0 ARGS="tests/vllm/test_engine.py")
+	$(VLLM_BIN)/python -m tests.vllm.source $(VERSION) $(ARGS)
 
 test-ray-llm: .venv-vllm/.ray-llm  ## run the tests inside Ray Serve LLM, with two vLLM replicas on CPUs (some minutes)
 	$(VLLM_BIN)/python -m pytest -m vllm tests/ray_llm $(ARGS)

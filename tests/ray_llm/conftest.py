@@ -22,6 +22,11 @@ EXAMPLE = ROOT / "examples" / "ray_serve_llm.yaml"
 BUCKET = "adapters"
 ADAPTER = "demo:adapter-0"
 OPERATOR = "operator of these tests"
+HOST_MEMORY = {
+    "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+        "spec_name": "CpuMemory", "spec_module_path": "benchmarks.common.cpu_memory", "cpu_bytes_to_use": 96 << 20}
+}  # fmt: skip
+"""What `kv_offloading_size` means on a GPU; only the copies are other ones, since vLLM's need its streams."""
 
 if any(importlib.util.find_spec(name) is None for name in ("vllm", "pyarrow", "moto")):
     collect_ignore_glob = ["test_*.py"]
@@ -84,7 +89,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 @pytest.fixture(scope="session", params=["standard", "direct"])
 def app(request: pytest.FixtureRequest, demo_model_path: Path) -> Iterator[LlmApp]:
-    """The example's file with the demo model on CPUs, on each of Ray's paths."""
+    """The example's file with the demo model on CPUs, on each of Ray's paths; the direct one has host memory."""
     document = yaml.safe_load(EXAMPLE.read_text())
     llm, beside = (application["args"] for application in document["applications"])
     (config,) = llm["llm_configs"]
@@ -100,6 +105,8 @@ def app(request: pytest.FixtureRequest, demo_model_path: Path) -> Iterator[LlmAp
         "enable_lora": True,
         "max_lora_rank": 8,
     }
+    if request.param == "direct":
+        config["engine_kwargs"]["kv_transfer_config"] = HOST_MEMORY
     with (
         pytest.MonkeyPatch.context() as patched,
         adapters_in_s3(demo_model_path) as s3,

@@ -53,6 +53,22 @@ def test_cached_tokens_are_as_predicted_and_tenants_share_nothing(app: LlmApp) -
     assert hits > REQUESTS // 8
 
 
+@pytest.mark.parametrize("app", ["direct"], indirect=True)
+def test_what_left_the_pool_for_host_memory_is_predicted_and_found(app: LlmApp) -> None:
+    """Prompts of half again both pools go round: without host memory, each would evict the next one to come."""
+    texts = [f"host memory {number}. " + TEXT * 60 for number in range(24)]
+    found = []
+    for again in (False, True):
+        for text in texts:
+            told, answer = predicted(app, text, "a"), app.chat(text, "a")
+            if again:
+                found.append((cached(answer) in told, cached(answer) > 700))
+            reached = (answer["usage"]["prompt_tokens"] - 1) // 32 * 32
+            eventually(lambda text=text, reached=reached: reached in predicted(app, text, "a"))
+    assert sum(right for right, _ in found) >= 23
+    assert sum(hit for _, hit in found) >= 22
+
+
 def test_a_request_that_names_two_tenants_is_refused(app: LlmApp) -> None:
     """Ray's ingress would take the first one, and vLLM's own application the last. docs: ray-serve-llm"""
     url = f"{app.ray.url}/v1/chat/completions"

@@ -1,6 +1,7 @@
 """Check what this project needs of another release of vLLM, from its wheel's Python files: `make test-vllm-source`.
 
-The rest of the environment is that of `make venv-vllm`; what needs the wheel's compiled parts is not tried.
+The rest of the environment is that of `make venv-vllm`; the wheel's compiled parts are not tried. Tests that are named
+run with these files over the compiled parts of the installed CPU build, as long as both fit.
 """
 
 import importlib
@@ -11,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from serve_app.checkpoints.model_cache import default_cache_dir
 
 ROOT = Path(__file__).parents[2]
+_READ = (".py", ".json", ".jinja")
 
 
 def fetched(version: str, cache: Path) -> Path:
@@ -30,7 +32,7 @@ def fetched(version: str, cache: Path) -> Path:
             subprocess.run([*pip, *platform, f"vllm=={version}"], check=True)  # pip itself
             (wheel,) = Path(place).glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
-                files = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
+                files = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(_READ)]
                 archive.extractall(Path(place, "unpacked"), files)
             Path(place, "unpacked").rename(target)
     return target
@@ -99,15 +101,30 @@ def told_of(*sources: Path) -> dict[str, str]:
     return found
 
 
-def main(version: str) -> int:
-    """Print a line for each check of a release; return 1 if one fails that holds for the installed one."""
-    installed, found = told_of(), told_of(fetched(version, default_cache_dir().with_name("vllm")))
+def tested(version: str, source: Path, tests: Sequence[str]) -> int:
+    """Run tests with a release's Python files over the installed build's compiled parts; return pytest's status."""
+    for part in Path(importlib.import_module("vllm").__path__[0]).glob("*.so"):
+        link = source / "vllm" / part.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(part)
+    about = source / f"vllm-{version}.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (source, ROOT))), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-m", "vllm", *tests]
+    return subprocess.run(command, env=environment, cwd=ROOT).returncode  # our own tests
+
+
+def main(version: str, *tests: str) -> int:
+    """Print a line for each check of a release, and run ``tests``; return 1 if what the installed one allows fails."""
+    source = fetched(version, default_cache_dir().with_name("vllm"))
+    installed, found = told_of(), told_of(source)
     for name, why in found.items():
         print(f"{name:15} {why or 'ok'}" + f" (as in the installed vLLM: {installed[name]})" * bool(installed[name]))
     worse = [name for name, why in found.items() if why and not installed[name]]
     print(f"vLLM {version}: " + (f"{', '.join(worse)} differ" if worse else "all that the installed one allows"))
-    return 1 if worse else 0
+    return 1 if worse else tested(version, source, tests) if tests else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))
