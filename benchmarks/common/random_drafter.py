@@ -28,7 +28,7 @@ def make_eagle_head(
     def normal(rows: int, columns: int, part: float = 0.3) -> npt.NDArray[np.float32]:
         return generator.standard_normal((rows, columns), dtype=np.float32) * np.float32(part * hidden**-0.5)
 
-    third = draft_vocab_size is not None
+    third = bool(draft_vocab_size)
     layer, read = ("midlayer.", 2 * hidden) if third else ("layers.0.", hidden)
     rest = normal(hidden, (2 if third else 1) * hidden, 0.006)
     tensors = {
@@ -48,7 +48,7 @@ def make_eagle_head(
         with safe_open(next(model.glob("*.safetensors")), "pt") as file:
             rows = file.get_slice("model.embed_tokens.weight")[:draft_vocab_size]
         tensors["lm_head.weight"] = rows.float().numpy()
-        tensors["d2t"] = np.zeros(draft_vocab_size, dtype=np.int64)
+        tensors["d2t"] = np.zeros(len(rows), dtype=np.int64)
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = {
