@@ -15,6 +15,12 @@ GIT_SNAPSHOT = "git_snapshot"
 _SNAPSHOT = re.compile(r"Git snapshot at conversation start\.[^\n]*\n```text\n(?:git:[^\n]*\n)*```\n*")
 """Qwen Code's paragraph in the middle of the system prompt. It differs once a file has changed."""
 
+_SETTINGS = {
+    "billing_line": "CLAUDE_CODE_ATTRIBUTION_HEADER=0",
+    "deferred_tools": "ENABLE_TOOL_SEARCH=false",
+}
+"""Claude Code's own variables with the effect of a rule. Source: its issue 24168, and its documentation."""
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -26,6 +32,13 @@ def by_rules(request: ChatRequest) -> ChatRequest:
     marks = tuple(replace(mark, messages=tuple(_moved(mark.messages, part=True))) for mark in request.breakpoints)
     rules = (*request.prompt_rules, GIT_SNAPSHOT)
     return replace(request, messages=tuple(messages), breakpoints=marks, prompt_rules=rules)
+
+
+def keeping(rules_off: Sequence[str]) -> str:
+    """Return what may keep a prefix: the setting for rules that are off, and the client's own ones."""
+    own = [_SETTINGS[rule] for rule in rules_off if rule in _SETTINGS]
+    instead = f" So may {' and '.join(own)} in Claude Code." if own else ""
+    return f"Set agent_prompt_rules: {', '.join(rules_off)} may keep this prefix.{instead}"
 
 
 def _moved(messages: Messages, *, part: bool = False) -> Messages:

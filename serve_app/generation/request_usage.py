@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from serve_app.api.agent_rules import keeping
 from serve_app.api.format import Usage
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.engine.protocol import EngineRequest, Save, SaveResult
@@ -76,8 +77,7 @@ class RequestUsage:
                 async with asyncio.timeout(MISS_WAIT_S):
                     shown = (await asyncio.shield(self.miss)).shown()
                     if self._rules_off and shown["first_difference"] is not None:
-                        said = f"Set agent_prompt_rules: {', '.join(self._rules_off)} may keep this prefix."
-                        shown = {**shown, "remedy": f"{said} {shown['remedy']}"}
+                        shown = {**shown, "remedy": f"{keeping(self._rules_off)} {shown['remedy']}"}
                     self._cache_miss = shown
 
     def total(self) -> Usage:

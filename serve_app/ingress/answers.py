@@ -26,7 +26,7 @@ from serve_app.generation.tool_calls.call_reader import WholeChoice
 from serve_app.ingress.client_headers import Connection, connection_of
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import LAST_EVENT_S, Deadline
-from serve_app.ingress.http import PROMPT_RULES, WARNING, json_response, until_disconnect
+from serve_app.ingress.http import ADVICE, PROMPT_RULES, WARNING, json_response, until_disconnect
 from serve_app.ingress.observe.answer_meter import AnswerMeter
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ async def streamed(answer: Answer) -> Response:
 
 
 def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
-    """Return headers with the version of the registered prompt, and with a warning for each unmet wish."""
+    """Return headers with the version of the registered prompt, a warning for each unmet wish, and advice."""
     meter = answer.meter
     prompt = meter.generations[0].prompt_ref
     unenforced = meter.generations[0].warning
@@ -175,6 +175,7 @@ def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
     )
     headers = {
         "x-warmpath-prompt": prompt,
+        ADVICE: meter.advice(),
         PROMPT_RULES: ", ".join(meter.request.prompt_rules),
         WARNING: "; ".join(filter(None, warnings)),
     }

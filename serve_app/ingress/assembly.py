@@ -21,6 +21,7 @@ from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
 from serve_app.budgets import Budgets
+from serve_app.cache_misses.advice import AdviceBook
 from serve_app.cache_misses.detector import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointError
@@ -311,7 +312,9 @@ async def _make_model(
     observe_costs(observers, front_door)
     if config.explain_misses and config.enable_prefix_caching:
         memory = PromptMemory(lambda: len(tenants.by_name))
-        observe_misses(observers, MissDetector(tokenizer.text_of, workers, memory, observers.miss))
+        book = AdviceBook(lambda: len(tenants.by_name))
+        observe_misses(observers, MissDetector(tokenizer.text_of, workers, memory, observers.miss), book)
+        observers.advised.append(live.missed)
     if tracer is not None:
         observers.ended.append(trace_answer)
     readers = await asyncio.to_thread(

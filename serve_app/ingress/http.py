@@ -26,6 +26,8 @@ WARNING = "x-warmpath-warning"
 """The header that names what was ignored."""
 PROMPT_RULES = "x-warmpath-prompt-rules"
 """The header that names the rules by which a prompt differs from what was sent (`agent_prompt_rules`)."""
+ADVICE = "x-warmpath-advice"
+"""The header that names, once a session, what would have kept its prefix."""
 MIN_BODY_BYTES_PER_S = 65_536
 """A body may take ``BODY_TIMEOUT_S``, plus the time that its received bytes need at this rate."""
 

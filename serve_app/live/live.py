@@ -194,6 +194,12 @@ class Live:
         if self._watched():
             self._tell(Occurrence("refusal", _now_s(), tenant, {"ingress": self.name, **refusal_row(tenant, reason)}))
 
+    def missed(self, generation: EngineRequest, facts: Mapping[str, Any]) -> None:
+        """Record a miss that its client can avoid, the first of its session."""
+        if self._watched():
+            body = {"request": generation.request_id, "tenant": generation.tenant, **facts}
+            self._tell(Occurrence("miss", _now_s(), generation.tenant, body))
+
     def reset(self, *, complete: bool) -> None:
         """Record a reset of all caches. ``complete``: whether every replica confirmed it."""
         self.table.forget_pins()

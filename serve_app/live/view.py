@@ -81,9 +81,11 @@ class Watcher:
 
 
 RECENT_DECISIONS = 50
-"""The latest decisions, and as many refusals, for later watchers."""
+"""The latest decisions, and as many refusals and misses, for later watchers."""
+_MANY = {"decision": "decisions", "refusal": "refusals", "miss": "misses"}
+"""The types of events of which there may be many, with the words for several."""
 DECISIONS_A_LOOK = 20
-"""The limit of decisions and of refusals sent between two looks, which are a second apart. Others are only counted."""
+"""The limit of each of these that is sent between two looks, which are a second apart. Others are only counted."""
 HIDDEN_FROM_TENANTS = frozenset({"estimated_ttft_s", "cold_ttft_s", "queued_tokens"})
 """Fields of a decision that reveal the load from other tenants."""
 
@@ -262,9 +264,7 @@ class View:
         self.watchers: set[Watcher] = set()
         self._about = facts.about
         self._picture = picture_of(facts, viewer)
-        self._latest: dict[str, deque[ReplicaRow]] = {
-            kind: deque(maxlen=RECENT_DECISIONS) for kind in ("decision", "refusal")
-        }
+        self._latest: dict[str, deque[ReplicaRow]] = {kind: deque(maxlen=RECENT_DECISIONS) for kind in _MANY}
         self._new: Counter[str] = Counter()
 
     def snapshot(self, at_s: float) -> ReplicaRow:
@@ -282,8 +282,7 @@ class View:
             "figures": list(picture.figures.values()),
             "minute": figure_of(picture.minute, int(at_s)),
             "incidents": picture.incidents,
-            "decisions": list(self._latest["decision"]),
-            "refusals": list(self._latest["refusal"]),
+            **{name: list(self._latest[kind]) for kind, name in _MANY.items()},
             **picture.operators,
         }
 
@@ -291,7 +290,7 @@ class View:
         """Replace the facts, and send the changes to the watchers."""
         before, self._picture, self._about = self._picture, picture_of(facts, self.viewer), facts.about
         events = difference(before, self._picture, at_s)
-        skipped = {f"{kind}s": number - DECISIONS_A_LOOK for kind, number in self._new.items()}
+        skipped = {_MANY[kind]: number - DECISIONS_A_LOOK for kind, number in self._new.items()}
         if any(number > 0 for number in skipped.values()):
             shown = {name: number for name, number in skipped.items() if number > 0}
             events.append({"type": "skipped", "at_s": at_s, **shown})

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from router.protocol.request import Decision
 from serve_app.api.request import ChatRequest, GenerateRequest
+from serve_app.cache_misses.advice import AdviceBook, advice_on
 from serve_app.cache_misses.detector import MissDetector
+from serve_app.cache_misses.reasons import Miss
 from serve_app.engine.protocol import EngineRequest, FirstToken, Prefilled
 from serve_app.errors import LimitReason, WarmpathError
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece
+from serve_app.generation.prepare import session_key
 from serve_app.generation.request_usage import RequestUsage
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.live.tally import CACHED_TOKENS
@@ -32,6 +38,8 @@ class Observers:
     ``ended``: an answer (answer, the error that ended it).
     ``corrected``: a prompt had other cached tokens than told (answer, index, told, true).
     ``refused``: a request (tenant, reason). ``missed``: a prompt's cached prefix (tenant, reason, lost tokens).
+    ``advised``: a session's first miss that its client can avoid (request, facts). ``advises`` answer: with advice that
+    waits for the session's answer, "" for none.
     """
 
     delivered: list[Callable[[EngineRequest, Decision, FirstToken, float], None]] = field(default_factory=list)
@@ -41,6 +49,8 @@ class Observers:
     corrected: list[Callable[[AnswerMeter, int, int, int], None]] = field(default_factory=list)
     refused: list[Callable[[str, LimitReason], None]] = field(default_factory=list)
     missed: list[Callable[[str, str, int], None]] = field(default_factory=list)
+    advised: list[Callable[[EngineRequest, Mapping[str, Any]], None]] = field(default_factory=list)
+    advises: list[Callable[[AnswerMeter], str]] = field(default_factory=list)
 
     def miss(self, tenant: str, reason: str, lost_tokens: int) -> None:
         """Tell of a miss."""
@@ -73,6 +83,15 @@ class AnswerMeter:
         self._inter_token_s = self.metrics.inter_token_s[self.tenant]
         self._tokens = "warmpath_tenant_completion_tokens_total", (("tenant", self.tenant),)
         self.metrics.add("warmpath_requests_in_flight")
+
+    @property
+    def session(self) -> str:
+        """A short key of the session, or else of the user, that the client names, "" for none."""
+        return session_key(self.tenant, self.request.session or self.request.user)
+
+    def advice(self) -> str:
+        """Return advice that waits for the session's answer, "" for none. It is told once."""
+        return next(filter(None, (advise(self) for advise in self.observers.advises)), "")
 
     def add(self, piece: Piece) -> None:
         """Count a piece that is about to be sent."""
@@ -187,17 +206,31 @@ def observe_prompts(observers: Observers, traffic: PromptTraffic) -> None:
     observers.corrected.append(corrected)
 
 
-def observe_misses(observers: Observers, misses: MissDetector) -> None:
-    """Explain cache misses, after a prompt's first piece was sent."""
+def observe_misses(observers: Observers, misses: MissDetector, book: AdviceBook) -> None:
+    """Explain cache misses, after a prompt's first piece was sent. ``book`` keeps advice for the next answer."""
 
     def explain(answer: AnswerMeter, index: int, cached_tokens: int) -> None:
         if index % answer.request.n == 0:
             now_s = answer.last_s[index]
             miss = misses.observe(answer.generations[index], cached_tokens, answer.arrived_s, now_s, answer.usage)
+            if miss is not None:
+                miss.add_done_callback(partial(explained, answer, index))
             if miss is not None and answer.request.cache_diagnostics and index == 0:
                 answer.usage.miss = miss
 
+    def explained(answer: AnswerMeter, index: int, task: asyncio.Task[Miss]) -> None:
+        if task.cancelled():
+            return
+        miss = task.result()
+        advice = advice_on(miss, answer.request.rules_off)
+        if advice and book.note(answer.tenant, answer.session, miss.reason, advice):
+            place = miss.first_difference
+            facts = {"part": place.part if place else None, "line": place.line if place else None, "advice": advice}
+            for tell in observers.advised:
+                tell(answer.generations[index], {"reason": miss.reason, "lost_tokens": miss.lost_tokens, **facts})
+
     observers.sent.append(explain)
+    observers.advises.append(lambda answer: book.take(answer.tenant, answer.session))
 
 
 def observe_costs(observers: Observers, front_door: FrontDoor) -> None:

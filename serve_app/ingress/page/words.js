@@ -30,6 +30,7 @@ export const isMarked = (event) => MARKED.has(event.type) || (event.type === "sc
 export function keyOf(event) {
   if (event.type === "decision") return event.request;
   if (event.type === "refusal") return ["refusal", event.tenant, event.limit, event.at_s].join(" ");
+  if (event.type === "miss") return `miss ${event.request}`;
   const about = event.type === "move" ? (event.kind === "handover" ? "handover" : "joined") : event.type;
   const once = ["joined", "handover", "replica_left"].includes(about);
   return [about, event.replica ?? event.why ?? "", once ? "" : event.at_s].join(" ");
@@ -71,6 +72,10 @@ const SAYS = {
     return `${tenant}${plural(event.prompt_tokens, "token")} to ${cache.names.replica(event.replica)}, ${share ? `${percent(share)} reused` : "cold"}`;
   },
   refusal: (event) => `${event.tenant}: refused by ${event.limit}`,
+  miss(event) {
+    const tenant = event.tenant && event.tenant !== "default" ? `${event.tenant}: ` : "";
+    return `${tenant}${plural(event.lost_tokens, "token")} computed again (${event.reason.replaceAll("_", " ")})`;
+  },
   joined: (event, cache) => `${Replica(event, cache)} joined`,
   replica_left: (event, cache) => `${Replica(event, cache)} ${event.lost ? "was lost" : "left"}`,
   evictions: (event, cache) => `${Replica(event, cache)} evicted ${plural(event.blocks * cache.blockSize, "token")} to make room`,
@@ -92,6 +97,7 @@ const SAYS = {
 
 const EXPLAINS = {
   refusal: (event) => event.remedy,
+  miss: (event) => capital(event.advice ?? ""),
   evictions: () => "The pool was full, so unused blocks were evicted. Pinned prefixes stay.",
   pulls: () => "Pulling the KV of a prefix from another replica costs less than computing it.",
   move: () => "A joining replica copies the most requested prefixes. A leaving one hands over prefixes that no other replica holds.",
@@ -123,6 +129,14 @@ const FACTS = {
     ["limit", event.limit],
     ["place", event.place],
     ["used", event.used === null || event.used === undefined ? null : `${count(event.used)} of ${count(event.most)}`],
+  ],
+  miss: (event) => [
+    ["reason", event.reason],
+    ["lost", tokens(event.lost_tokens)],
+    ["part", event.part],
+    ["line", event.line],
+    ["tenant", event.tenant],
+    ["request", event.request],
   ],
   pulls: (event) => [["outcomes", Object.entries(event.pulls ?? {}).map(([outcome, times]) => `${times} ${outcome}`).join(", ")], ["tokens", tokens(event.tokens)]],
   evictions: (event) => [["blocks", count(event.blocks)], ["over", time(event.seconds)]],

@@ -40,6 +40,7 @@ async def events(request: Request, services: Front) -> Response:
     | `prefixes` | prefixes are new, were used, or changed holders | `nodes`: NODEs; each replaces the one of its `id` |
     | `prefixes_gone` | prefixes were not used for a long time | `ids` |
     | `decision` | the first token of a generation arrived | a DECISION |
+    | `miss` | the first of a session that its client can avoid | a MISS |
     | `totals` | once a second while requests arrive | `totals`: TOTALs; `figures`: changed FIGUREs; `minute` |
     | `refusal` | a limit refused a request | a REFUSED |
     | `evictions` *op* | blocks were evicted to make room | `replica`, `blocks`, `seconds` (the period) |
@@ -49,16 +50,17 @@ async def events(request: Request, services: Front) -> Response:
     | `scale` *op* | the autoscaler decided | `from`, `target`, `needed`, `reason`, `why` |
     | `configuration` *op* | a `user_config` was refused, or the problem is fixed | `configuration`: all REFUSALs |
     | `ingresses_heard` *op* | an ingress stopped answering, or answers again | `ingresses_heard` |
-    | `skipped` | there were too many decisions or refusals to send | `decisions`, `refusals` (their numbers) |
+    | `skipped` | there were too many of these to send | `decisions`, `refusals`, `misses` (their numbers) |
     | `dropped` | this reader was too slow | `events` (the number lost) |
     | `end` | the stream ends | `reason`: `key` (no longer valid) or `stopping` |
 
     - **Snapshot**: `viewer` (operator, tenant), `tenant`, `model`, `engine`, `simulated` (times come from a cost
       model), `policy`, `block_size`, `ingresses`, `links` (paths that need no key: docs, metrics), `replicas`,
       `prefixes`, `totals`, `figures`, `minute` (a FIGURE of the last minute), `rates` (names in a FIGURE that the page
-      shows by second, each with a label), `decisions` and `refusals` (the last 50 of each with a watcher present),
+      shows by second, each with a label), `decisions`, `refusals` and `misses` (the last 50 of each, with a watcher),
       `incidents` (the last 32 `joined`, `replica_left` and, *op*, `reset`); *op*: `moves` (the last 16), `scale` (or
       null), `configuration`, `ingresses_heard` (how many answer; null: the others do not).
+    - **MISS**: `request`, `tenant`, `reason` and `lost_tokens` (as in usage), `part` and `line`, `advice`.
     - **REPLICA**: `replica` (its id), `number` (in order of joining), `state`, `engine`, `simulated`; *op*: `node`,
       `gpu`, `blocks_total` = `blocks_used` (by running sequences) + `blocks_reusable` (cached) + `blocks_free`;
       `blocks_by_owner` (of the 12 tenants that hold most, `(public)` prompts as one), `blocks_pinned`, `running`,

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from router.protocol.block_hash import PrefixScope
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
+from serve_app.cache_misses.advice import AdviceBook
 from serve_app.cache_misses.detector import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
@@ -159,7 +160,7 @@ def observed(
     observe_prompts(observers, PromptTraffic())
     observe_costs(observers, front_door)
     if misses is not None:
-        observe_misses(observers, misses)
+        observe_misses(observers, misses, AdviceBook(lambda: 8))
     return observers
 
 

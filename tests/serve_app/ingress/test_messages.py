@@ -189,6 +189,42 @@ def test_the_answer_names_the_rules_for_its_prompt(hermes: tuple[str, Script], s
     assert script.prompt().index("Be kind.") < script.prompt().index("Hi") < script.prompt().index("Git snapshot")
 
 
+def test_advice_is_told_once_a_session(demo_model_path: Path, tmp_path: Path) -> None:
+    """In the header of the answer after the miss, with the client's own setting if the rule is off; streamed or not.
+
+    docs: misses
+    """
+    path = family("hermes", demo_model_path, tmp_path / "hermes")
+
+    def told(url: str, session: str, top: str, *, stream: bool = True) -> str:
+        system = [{"type": "text", "text": text} for text in (top, RULES)]
+        body = {"model": "demo", "max_tokens": 5, "system": system, "messages": HI, "stream": stream}
+        headers = {"x-claude-code-session-id": session} if session else {}
+        answer = httpx.post(f"{url}/v1/messages", json=body, headers=headers, timeout=60)
+        return str(answer.headers.get("x-warmpath-advice", ""))
+
+    def heard(url: str, session: str, top: str) -> str:
+        """Ask until the explanation, which is made beside the answers, has been told."""
+        answers = (told(url, session, top) for _ in range(1000))
+        return next(filter(None, answers))
+
+    lines = [f"x-anthropic-billing-header: cc_version=1; cch={at};" for at in range(4)]
+    with scripted(path, agent_prompt_rules=False) as (url, script):
+        script.text = "Yes."
+        assert [told(url, "one", line) for line in lines[:2]] == ["", ""], "a miss is explained after its answer began"
+        advice = heard(url, "one", lines[1])
+        assert "Set agent_prompt_rules: billing_line may keep this prefix." in advice
+        assert "CLAUDE_CODE_ATTRIBUTION_HEADER=0" in advice and " in the system prompt, line " in advice
+        assert [told(url, "one", line, stream=stream) for line in lines[2:] for stream in (True, False)] == [""] * 4
+        assert "billing_line" in heard(url, "two", "x-anthropic-billing-header: cc_version=2;"), "of another session"
+    with scripted(path) as (url, script):
+        script.text = "Yes."
+        days = [f"Today is 2026-11-{day}." for day in (21, 22, 23)]
+        assert [told(url, "", day) for day in days[:2]] == ["", ""]
+        said = heard(url, "", days[1])
+        assert said.startswith("a date or time changes in the system prompt, line ") and "agent_prompt" not in said
+
+
 def test_a_miss_names_the_rule_that_is_off(demo_model_path: Path, tmp_path: Path) -> None:
     """The reason's remedy names the setting first, where a client's own text broke the prefix."""
     path = family("hermes", demo_model_path, tmp_path / "hermes")

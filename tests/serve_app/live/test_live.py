@@ -180,6 +180,23 @@ async def test_a_tenant_sees_its_own_part() -> None:
     assert not {"moves", "scale", "configuration", "ingresses_heard"} & snapshot.keys()
 
 
+async def test_a_miss_is_told_to_its_tenant_and_to_operators() -> None:
+    """At every ingress, without the text of a prompt; of many at once the rest is counted."""
+    ingresses = Ingresses("i1", "i2")
+    one, two = ingresses.by_name.values()
+    operator, other = await one.watch(None), await one.watch("b")
+    facts = {"reason": "time", "lost_tokens": 9, "part": "system", "line": 2, "advice": "Move it."}
+    two.missed(generation("a", (1,)), facts)
+    told = await until(operator, "miss")
+    assert told == {"type": "miss", "at_s": told["at_s"], "request": "a-0.0", "tenant": "a", **facts}
+    for number in range(100):
+        one.missed(generation("a", (1,), number=number), facts)
+    assert 0 < (await until(operator, "skipped"))["misses"] <= 81
+    assert "miss" not in {event["type"] for event in decoded(await other.take(1.0))}
+    for viewer, watcher in ((None, operator), ("b", other)):
+        one.leave(viewer, watcher)
+
+
 async def test_one_ingress_shows_the_events_of_all() -> None:
     """It includes the others' decisions, prefixes and totals. Without a watcher it stops asking."""
     ingresses = Ingresses("i1", "i2", "i3")

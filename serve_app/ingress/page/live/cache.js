@@ -237,11 +237,12 @@ const HANDLERS = {
     cache.rates = { ...event.rates };
     for (const decision of rows(event.decisions)) cache.keepDecision(decision);
     const refused = rows(event.refusals).map((row) => ({ type: "refusal", ...row }));
+    const missed = rows(event.misses).map((row) => ({ type: "miss", ...row }));
     cache.configuration = refusals(rows(event.configuration), event);
     const moves = rows(event.moves).map((move) => ({ type: "move", ...move }));
     const scale = moved(event.scale) ? [{ type: "scale", ...event.scale }] : [];
     const rest = before.filter(({ type }) => type !== "replica_left");
-    return [...gone, ...rest, ...moves, ...scale, ...cache.configuration, ...cache.decisions, ...refused].sort((one, other) => one.at_s - other.at_s);
+    return [...gone, ...rest, ...moves, ...scale, ...cache.configuration, ...cache.decisions, ...refused, ...missed].sort((one, other) => one.at_s - other.at_s);
   },
   replica(cache, event) {
     const before = cache.replicas.get(event.replica)?.state ?? "joining";
@@ -279,6 +280,7 @@ const HANDLERS = {
     return [event];
   },
   refusal: (_, event) => [event],
+  miss: (_, event) => [event],
   evictions: (_, event) => [event],
   pulls: (_, event) => [event],
   move: (_, event) => [event],

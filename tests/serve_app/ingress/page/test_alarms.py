@@ -173,6 +173,16 @@ def test_lists_are_separate_and_survive_a_reconnection(page: Any, stage: Stage) 
     assert lines(page, "incidents") == wanted
 
 
+def test_a_miss_is_listed_with_its_advice(page: Any, stage: Stage) -> None:
+    """Its line has the cause and the cost; the panel says what would have kept the prefix, and where it broke."""
+    now_s = begin(page, stage)
+    told = {"request": "r1.0", "tenant": "acme", "reason": "time", "lost_tokens": 1240, "part": "system", "line": 3}
+    stage.send({"type": "miss", "at_s": now_s, **told, "advice": "a date changes. Move it <b>back</b>."})
+    page.locator("#requests button", has_text="acme: 1,240 tokens computed again (time)").click()
+    shown = page.locator("#why").inner_text()
+    assert "A date changes. Move it <b>back</b>." in shown and "1,240 tokens" in shown and "system" in shown
+
+
 def test_prompts_of_this_page_are_named_by_their_first_words(page: Any, stage: Stage) -> None:
     """The events have no text, so only this page knows it. With one tenant, colours are by prompt."""
     held = {"r1": 512}
