@@ -30,7 +30,6 @@ def fail(message: str) -> NoReturn:
 
 _REMOVED = {
     "top": "the page at / shows it, and `GET /v1/cache/state`",
-    "keys list": "`tenants` in the settings has them, and `GET /v1/usage` their use",
 }
 
 

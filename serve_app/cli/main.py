@@ -15,7 +15,7 @@ from serve_app.cli.checks.finding import Look
 from serve_app.cli.checks.machine import gpu_count, replica_gpus
 from serve_app.cli.checks.run import findings
 from serve_app.cli.checks.workers import told_by_workers
-from serve_app.cli.commands import keys, prompts
+from serve_app.cli.commands import keys, prompts, tenants
 from serve_app.cli.commands.check import check, doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
@@ -77,6 +77,7 @@ class _ServeCommand(TyperCommand):
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 TENANTS, TROUBLE, PLANNING = "Tenants and prompts", "When something is wrong", "Measuring and planning"
 app.add_typer(keys.app, name="keys", rich_help_panel=TENANTS)
+app.add_typer(tenants.app, name="tenants", rich_help_panel=TENANTS)
 app.add_typer(prompts.app, name="prompts", rich_help_panel=TENANTS)
 app.add_typer(questions.app, name="bench", rich_help_panel=PLANNING)
 app.command(rich_help_panel="Serving")(infer)

@@ -1,25 +1,18 @@
 """`warmpath prompts`: versions of system prompts. Keys are read from the environment: a command line is visible."""
 
 import json
-import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 
+from serve_app.cli.admin_client import LOCAL, Url, ask
 from serve_app.cli.console import Commands, fail, harmless
 from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError
 
 if TYPE_CHECKING:
     from serve_app.cache_misses.lint import LintReport, Tokens
-
-OPERATOR_KEY = "WARMPATH_OPERATOR_KEY"
-TENANT_KEY = "WARMPATH_API_KEY"
-LOCAL = "http://127.0.0.1:8000"
-TIMEOUT_S = 1800.0
-"""A long prompt needs time on each replica, one after another."""
 
 app = typer.Typer(
     cls=Commands,
@@ -31,13 +24,6 @@ app = typer.Typer(
 Ref = Annotated[str, typer.Argument(help="NAME@VERSION")]
 PromptsDirectory = Annotated[Path, typer.Option("--dir", help=f"the directory of the prompts and {LOCK}")]
 Cold = Annotated[bool, typer.Option(help="switch at once, without computing the version first")]
-Url = Annotated[
-    str,
-    typer.Option(
-        envvar="WARMPATH_URL",
-        help=f"the instance's URL; the operator's key is read from ${OPERATOR_KEY} or ${TENANT_KEY}",
-    ),
-]
 
 
 class OutputFormat(StrEnum):
@@ -205,26 +191,7 @@ def _print_findings(report: "LintReport", about: str) -> None:
 def _ask(
     url: str, method: str, path: str, model: str | None, *, name: str | None = None, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON of an instance's answer, safe for a terminal; exit with status 2 on errors."""
-    key = os.environ.get(OPERATOR_KEY) or os.environ.get(TENANT_KEY)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    whole = f"{url.rstrip('/')}/v1/prompts{path}"
-    try:
-        query = {key: value for key, value in (("name", name), ("model", model)) if value is not None}
-        answer = httpx.request(method, whole, params=query, json=body, headers=headers, timeout=TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"no server answers at {url}: {error}; name another by --url or $WARMPATH_URL")
-    try:
-        document: dict[str, Any] = harmless(answer.json())
-        refusal = document["error"]["message"] if answer.is_error else ""
-    except (ValueError, LookupError, TypeError) as error:
-        down, other = f"answers with status {answer.status_code}", f"does not answer as warmpath does: {error!r}"
-        fail(f"{url} {down if answer.status_code >= 500 else other}")
-    if answer.status_code == 401:
-        refusal += f" (a key is taken from ${OPERATOR_KEY} or ${TENANT_KEY})"
-    if refusal:
-        fail(refusal)
-    return document
+    return ask(url, method, f"/v1/prompts{path}", query={"name": name, "model": model}, body=body)
 
 
 def _show(prompt: dict[str, Any]) -> None:

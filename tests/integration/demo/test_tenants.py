@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.conftest import HTTP, await_reports, clients, eventually, metric
+from tests.integration.conftest import HTTP, PATIENCE_S, await_reports, clients, eventually, metric
 from tests.integration.demo.conftest import CHAT, RULES, Served, said
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio]
@@ -211,3 +212,35 @@ def test_one_event_stream_has_the_decisions_of_both_ingresses(served: Served) ->
     # Disconnected streams leave nothing behind, at either ingress.
     operators = served.headers("operator")
     eventually(lambda: not any(metric(served.url, "warmpath_event_streams", headers=operators) for _ in range(4)))
+
+
+def test_a_key_made_and_revoked_without_a_deploy_counts_on_every_ingress(served: Served) -> None:
+    """Every request opens a connection, so both ingresses are asked; the last accepted one's time is printed."""
+
+    def admin(path: str, **body: object) -> Any:
+        url, headers = f"{served.url}/v1/admin/{path}", served.headers("operator")
+        return HTTP.post(url, headers=headers, json=body).raise_for_status().json()
+
+    def status(key: str) -> int:
+        return HTTP.get(f"{served.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+
+    admin("tenants", name="umbrella", cache_share=2, models=["pirate"])
+    made = admin("keys", tenant="umbrella", label="of a test")
+    eventually(lambda: [status(made["key"]) for _ in range(20)] == [200] * 20)
+    begun_s = time.monotonic()
+    admin(f"keys/{made['id']}", disabled=True)
+    last_s, refused = 0.0, 0
+    while refused < 40:
+        if status(made["key"]) == 401:
+            refused += 1
+        else:
+            last_s, refused = time.monotonic() - begun_s, 0
+        assert time.monotonic() - begun_s < PATIENCE_S
+    print(f"the last accepted request ended {last_s:.3f} s after the revocation began")
+    assert served.post("/v1/admin/keys", "acme", tenant="acme").status_code == 403
+    names = {one["name"]: one["source"] for one in served.get("/v1/admin/tenants", "operator").json()["data"]}
+    assert names["umbrella"] == "database" and names["acme"] == "settings"
+    assert served.get("/v1/models", "acme").status_code == 200
+    actions = [one["action"] for one in served.get("/v1/admin/changes", "operator").json()["data"]]
+    assert actions == ["key.changed", "key.created", "tenant.created"]
+    HTTP.request("DELETE", f"{served.url}/v1/admin/tenants/umbrella", headers=served.headers("operator"))

@@ -39,7 +39,6 @@ def test_serve_refuses_settings_it_cannot_use(flag: str) -> None:
     ("words", "told"),
     [
         ("top", "the page at / shows it"),
-        ("keys list", "`tenants` in the settings has them"),
         ("sevre", "did you mean serve?"),
         ("keys nwe", "did you mean new?"),
         ("prompts unheard-of", "there are "),

@@ -219,20 +219,19 @@ def test_tenants_and_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = edit_of(Tenancy(), acme)
     for name in ("b", "c"):
         edit.add_tenant(name, {})
-    for refused in (lambda: edit.add_tenant("d", {}), lambda: edit.set_tenant("acme", {"disabled": True})):
+    for change in (edit.add_tenant, edit.set_tenant):
+        name = "acme" if change == edit.set_tenant else "d"
         with pytest.raises(Conflict, match="There are 2 tenants, the most"):
-            refused()
+            change(name, {"disabled": True})
     for number in range(2):
         edit.add_key(digest(f"b{number}"), "b", "", None)
     with pytest.raises(Conflict, match="There are 2 keys, the most"):
         edit.add_key(digest("b2"), "b", "", None)
     edit.add_key(digest("c0"), "c", "", None)
-    for change in (
-        lambda: edit.add_key(digest("c1"), "c", "", None),
-        lambda: edit.change_key(key_id(digest("declared")), {"disabled": True}),
-    ):
-        with pytest.raises(Conflict, match="There are 3 keys, the most"):
-            change()
+    with pytest.raises(Conflict, match="There are 3 keys, the most"):
+        edit.add_key(digest("c1"), "c", "", None)
+    with pytest.raises(Conflict, match="There are 3 keys, the most"):
+        edit.change_key(key_id(digest("declared")), {"disabled": True})
 
 
 def test_a_key_that_an_operator_or_a_declared_tenant_has_too_is_theirs() -> None:

@@ -1,0 +1,91 @@
+"""`warmpath tenants` and `warmpath keys` against a running ingress: each command changes what its words say."""
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from serve_app.cli.main import app
+from tests.serve_app.ingress.scripted import Loopback
+from tests.serve_app.ingress.several import Checkpoint, Several
+from tests.serve_app.ingress.test_models import OPERATOR, checkpoint, config_of, digest, key_of, tenants
+
+__all__ = ["checkpoint"]
+
+
+@pytest.fixture
+def url(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    declared = tenants(acme=None)
+    several = Several(checkpoint, config_of("m0", tenants=declared, operator_key_sha256=[digest(OPERATOR)]))
+
+    monkeypatch.setenv("WARMPATH_OPERATOR_KEY", OPERATOR)
+    with Loopback(lambda: several.application) as running:
+        running.call(several.registry.look)
+        running.call(several.models.first.tenants_changed)
+        monkeypatch.setenv("WARMPATH_URL", running.url)
+        yield running.url
+
+
+def run(words: str, *more: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, [*words.split(), *more], terminal_width=200)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def let_in(url: str, key: str) -> bool:
+    return httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+
+def test_a_tenant_and_its_keys_from_the_command_line(url: str) -> None:
+    run("tenants add zeta tokens_per_minute=60000", "budget={tokens: 5000000, period: day}")
+    listed = run("tenants list").splitlines()
+    assert listed[0] == "acme  settings  1 keys"
+    assert listed[1].startswith("zeta  database  0 keys  tokens_per_minute=60000  budget={'tokens': 5000000")
+    made = run("keys new zeta --expires 90d --label build --url", url)
+    key, name = re.findall(r"key: (wp-\S+)\n(key_\w+)  zeta  database  active  until \S+Z  \(build\)", made)[0]
+    assert let_in(url, key)
+    turned = run(f"keys rotate {name} --overlap 0")
+    newer, other = re.findall(r"key: (wp-\S+)\n(key_\w+) ", turned)[0]
+    assert let_in(url, newer) and not let_in(url, key) and f"{name}  zeta  database  expired" in turned
+    run(f"keys disable {other}")
+    assert not let_in(url, newer)
+    run(f"keys enable {other}")
+    assert let_in(url, newer)
+    assert "until 2100-01-01T00:00:00Z" in run(f"keys expire {other} 2100-01-01T00:00:00Z")
+    assert run("keys list zeta").count("\n") == 2 and newer not in run("keys list")
+    run(f"keys delete {name}")
+    assert name not in run("keys list")
+    assert "(changed: models)" in run("tenants set acme models=[m1]")
+    assert "changed" not in run("tenants reset acme")
+    run("tenants set zeta disabled=true")
+    assert not let_in(url, newer)
+    run("tenants remove zeta")
+    assert run("tenants list") == "acme  settings  1 keys\n" and let_in(url, key_of("acme"))
+    told = run("tenants changes --limit 3").splitlines()
+    assert [line.split()[2] for line in told] == ["tenant.removed", "tenant.changed", "tenant.reset"]
+    assert all(f"operator_{digest(OPERATOR)[:16]}" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("tenants add zeta tokens_per_minute", "has no value; write FIELD=VALUE"),
+        ("tenants add zeta tokens_per_minute=-1", "must be at least 1"),
+        ("tenants add acme", "There is a tenant 'acme' already"),
+        ("tenants remove acme", "is in the settings"),
+        ("tenants set none disabled=true", "There is no tenant 'none'"),
+        ("keys disable key_1", "There is no key 'key_1'"),
+        ("keys rotate key_1 --overlap long", "--overlap takes a duration"),
+        ("keys expire key_1 2001-01-01T00:00:00Z", "future"),
+    ],
+)
+def test_mistakes_say_what_to_do(url: str, words: str, sentence: str) -> None:
+    assert sentence in run(words, status=2)
+
+
+def test_a_tenants_key_changes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMPATH_OPERATOR_KEY", key_of("acme"))
+    assert "operator key" in run("tenants list", status=2)
+    assert "--label needs --url" in run("keys new acme --label x", status=2)
