@@ -162,7 +162,7 @@ def _remote_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSin
         key=worker_key(config.worker_key_file),
         vocab_size=info.vocab_size,
         max_model_len=max_model_len(config, info),
-        apart=bool(config.tenants),
+        apart=bool(config.tenants or config.require_tenants),
     )
     return RemoteEngine(settings, event_sink)
 

@@ -29,6 +29,10 @@ FIELDS = tuple(name for name in TenantConfig.model_fields if name not in ("name"
 FIXED = frozenset({"trust_group"})
 """Fields that only its creation, or the settings, give a tenant: with another one, its cache is lost."""
 _ANY_KEY = "0" * 64
+NOT_APART = (
+    "the servers behind this one were not asked whether they keep tenants' caches apart; start it with "
+    "`require_tenants: true`, or with a tenant in the settings."
+)
 
 
 class StoredTenant(msgspec.Struct, omit_defaults=True):
@@ -78,11 +82,15 @@ class Tenancy(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What the settings have. ``operators``: SHA-256 of the operators' keys; ``priced``: whether there are prices."""
+    """What the settings have. ``operators``: SHA-256 of the operators' keys; ``priced``: whether there are prices.
+
+    ``apart``: whether the caches of several tenants are kept apart; servers that already run are asked at the start.
+    """
 
     tenants: Sequence[TenantConfig] = ()
     operators: Collection[str] = ()
     priced: bool = False
+    apart: bool = True
 
     @property
     def by_name(self) -> dict[str, TenantConfig]:
@@ -162,6 +170,8 @@ class Edit:
     def add_tenant(self, name: str, fields: Mapping[str, Any]) -> None:
         """Add a tenant without keys."""
         _checked(name, {})
+        if not self.declared.apart:
+            raise Conflict(f"No tenant can be added: {NOT_APART}")
         if name in self.declared.by_name or self._added(name):
             raise Conflict(f"There is a tenant {name!r} already; change that one.", param="name")
         self._require_room(name)

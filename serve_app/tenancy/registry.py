@@ -20,7 +20,7 @@ from router.background import run_in_background
 from serve_app.config.app import AppConfig
 from serve_app.errors import NotFound, Overloaded, WarmpathError
 from serve_app.stored import StoredObjects
-from serve_app.tenancy.records import Declared, Edit, Tenancy, TenancyChange, merged
+from serve_app.tenancy.records import NOT_APART, Declared, Edit, Tenancy, TenancyChange, merged
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +56,15 @@ class TenantRegistry:
         self.looks = 0
         self._one_at_a_time = asyncio.Lock()
         """A look that began before a change would end with what was before it."""
+        # An engine does not change while it runs.
+        self._remote = any(one.engine == "remote" for one in config.served().values())
         self.declare(config)
 
     def declare(self, config: AppConfig) -> None:
         """Use other settings as the base."""
         self._required = config.require_tenants
-        self.declared = Declared(config.tenants, config.operator_key_sha256, bool(config.prices))
+        apart = bool(config.tenants or config.require_tenants) or not self._remote
+        self.declared = Declared(config.tenants, config.operator_key_sha256, bool(config.prices), apart)
         self._use(self._document)
 
     def _use(self, document: Tenancy | None) -> None:
@@ -79,7 +82,7 @@ class TenantRegistry:
         if self._document is None:
             return _UNREAD
         if self.tenants:
-            return ""
+            return "" if self.declared.apart else f"This server refuses everybody: {NOT_APART}"
         lost = self._document.had_tenants and self._required is None
         return _LOST if lost else _REQUIRED if self._required else ""
 

@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from serve_app.config.app import AppConfig
-from serve_app.errors import AuthenticationFailed, NotFound, Overloaded
+from serve_app.errors import AuthenticationFailed, Conflict, NotFound, Overloaded
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
 from serve_app.stored import StorageLimits, StoredObjects, open_database
@@ -62,6 +62,23 @@ class Ingress:
             return self.tenants.authenticate(f"Bearer {key}").name
         except AuthenticationFailed:
             return ""
+
+
+def test_servers_that_run_already_get_tenants_only_if_they_were_asked_to_keep_them_apart(tmp_path: Path) -> None:
+    """Neither a change nor a database that has tenants already puts two tenants before such servers."""
+    remote = {"engine": "remote", "model": "demo", "workers": ["http://127.0.0.1:1"]}
+
+    async def run() -> None:
+        one = Ingress(tmp_path / "db", settings(**remote))
+        await one.follow()
+        with pytest.raises(Conflict, match="require_tenants: true"):
+            await one.registry.change("o", lambda edit: edit.add_tenant("b", {}))
+        asked = Ingress(tmp_path / "db", settings(require_tenants=True, **remote))
+        await asked.registry.change("o", lambda edit: edit.add_tenant("b", {}))
+        await one.follow()
+        assert "caches apart" in one.tenants.refusal and not asked.registry.refusal
+
+    asyncio.run(run())
 
 
 def test_a_revoked_key_ends_on_every_ingress_at_its_next_look(tmp_path: Path) -> None:
