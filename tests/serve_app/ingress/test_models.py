@@ -351,6 +351,7 @@ def test_live_settings_of_one_model_change_it_alone(checkpoint: Checkpoint) -> N
 
     async def change() -> None:
         several = Several(checkpoint, config)
+        await several.registry.look()  # as an ingress does before it serves
         changed = config_of("m0", "m1", m0={"policy": "round_robin"}, aliases={"gpt-4o": "m1"})
         await several.models.configure(changed)
         assert [several.core(name).settings.policy for name in ("m0", "m1")] == ["round_robin", "estimated_ttft"]
