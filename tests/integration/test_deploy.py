@@ -27,6 +27,7 @@ from serve_app.config.live import BadSettings, app_config
 from serve_app.errors import innermost
 from serve_app.ingress.connections import CALLBACK, CLIENT_HEADERS
 from serve_app.tenants import make_api_key
+from tests.harness.prometheus import prometheus
 from tests.integration.conftest import (
     HTTP,
     PATIENCE_S,
@@ -364,6 +365,32 @@ def unread_answers(sock: socket.socket) -> None:
     poll.register(sock, 0)
     ((_, event),) = poll.poll(PATIENCE_S * 1000)
     assert event & (select.POLLHUP | select.POLLERR)
+
+
+def test_an_alert_of_a_real_prometheus_fires_and_clears(cluster: Cluster, tmp_path: Path) -> None:
+    """A tenant near its budget raises the alert, a larger budget ends it; vLLM's names come with a live setting.
+
+    docs: monitoring
+    """
+
+    def deploy(tokens: int, **live: object) -> None:
+        spender = tenant("acme", budget={"tokens": tokens, "hard": False})
+        args = {"model": "demo", "engine": "simulated", "replicas": 1, "replica_num_cpus": 0.1}
+        keys = [KEYS["operator"][1]]
+        cluster.deploy_args(args, {"operator_key_sha256": keys, "tenants": [spender], **live})
+
+    deploy(200)
+    cluster.wait_for_replicas(1)
+    with prometheus(tmp_path, cluster.url, KEYS["operator"][0]) as server:
+        eventually(lambda: bool(server.ask("warmpath_tenant_budget_used_ratio == 0")))
+        assert cluster.chat("acme").status_code == 200
+        eventually(lambda: [one["tenant"] for one in server.firing("WarmpathBudget")] == ["acme"])
+        assert server.ask("vllm:request_success_total") == []
+        deploy(1_000_000, vllm_metrics=True)
+        eventually(lambda: not server.firing("WarmpathBudget"))
+        theirs = 'sum(vllm:request_success_total{model_name="demo",finished_reason="length"}) > 0'
+        ours = 'sum(warmpath_requests_finished_total{finished_reason="length"})'  # the warm-up's are among them
+        eventually(lambda: bool(server.ask(f"({theirs}) == {ours}")))
 
 
 @pytest.mark.parametrize(
