@@ -4,7 +4,7 @@ The step "match, rank, reserve" is synchronous, so that no two decisions see the
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from random import Random
 from threading import Lock
@@ -50,6 +50,8 @@ class RoutingCore:
         self._turn = 0
         self._blocked: Callable[[], Collection[str]] = tuple
         self._counted = self.counters.by_policy[self.settings.policy]
+        self.strangers: Mapping[str, int] = {}
+        """The replicas of a release that does not mix with this one, which are not used, and their versions."""
         self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
         self.loads, self.drift = self._known.loads, self._known.drift
         self._policy = POLICIES[self.settings.policy]
@@ -215,6 +217,7 @@ class RoutingCore:
                 "router_id": self.router_id,
                 "policy": self.settings.policy,
                 **router_state(self.directory, self.drift, self.loads, self._known.away, self._clock()),
+                "other_versions": dict(self.strangers),
                 "regret": regret_state(self.counters),
             }
 

@@ -134,6 +134,47 @@ def cancel_call(response: DeploymentResponse[bytes]) -> None:
         assigned.result().cancel()
 
 
+def limit_broadcasts(handle: DeploymentHandle, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Let a handle's broadcasts reach only replicas whose metadata are ``wanted``. Serve keeps handles: once is enough.
+
+    A request router class of our own for the deployment would do the same, but Serve's proxies would have to import it.
+    """
+    if handle.is_initialized:
+        return
+    handle._init()
+    sender = handle._router._asyncio_router
+    serve_class = type(sender)
+
+    class _Limited(serve_class):  # type: ignore[misc, valid-type]
+        @property
+        def _active_request_router(self) -> _SomeReplicas:
+            return _SomeReplicas(super()._active_request_router, wanted)
+
+    sender.__class__ = _Limited
+
+
+class _SomeReplicas:
+    """Serve's request router with some of its replicas: those whose metadata are ``wanted``."""
+
+    def __init__(self, whole: Any, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        self._whole, self._wanted = whole, wanted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    @property
+    def curr_replicas(self) -> dict[Any, Any]:
+        known = self._whole.curr_replicas
+        return {key: replica for key, replica in known.items() if self._wanted(replica.replica_metadata)}
+
+
+def advertisements(handle: DeploymentHandle) -> dict[str, dict[str, Any]]:
+    """Return the metadata of each replica that a handle knows, by its name; of all, whatever its broadcasts reach."""
+    active = handle._router._asyncio_router.request_router if handle.is_initialized else None
+    known = active.curr_replicas if active is not None else {}
+    return {replica_id.unique_id: replica.replica_metadata for replica_id, replica in known.items()}
+
+
 def use_outside_of_replicas(handle: DeploymentHandle) -> None:
     """Make a handle usable in a process that is no replica, which Serve's throughput mode does not expect."""
     handle._init(_run_router_in_separate_loop=True)

@@ -14,6 +14,7 @@ import zmq
 
 from router.feed.sequencing import MAX_MESSAGE_BYTES, NONCE_BYTES, FeedEndpoint, FeedSequencer
 from router.protocol.events import Event
+from router.protocol.version import WIRE_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class FeedPublisher:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         ports = [bound.bind_to_random_port(f"tcp://{host}") for bound in (self._pub, self._router)]
         pub_address, snapshot_address = (f"tcp://{host}:{port}" for port in ports)
-        self.endpoint = FeedEndpoint(pub_address, snapshot_address, public_key.decode())
+        self.endpoint = FeedEndpoint(pub_address, snapshot_address, public_key.decode(), WIRE_VERSION)
 
     @property
     def mirror_drifts(self) -> int:

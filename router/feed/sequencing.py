@@ -27,6 +27,7 @@ from router.protocol.events import (
     StatsReport,
     TierDigest,
 )
+from router.protocol.version import UNTOLD, WIRE_VERSION, OtherVersion, check_version
 
 NONCE_BYTES = 8
 MAX_MESSAGE_BYTES = 4 << 20
@@ -34,11 +35,15 @@ MAX_MESSAGE_BYTES = 4 << 20
 
 
 class FeedEndpoint(msgspec.Struct, frozen=True):
-    """The addresses of a replica's feed, and the CURVE key (Z85) that authenticates it and that clients need."""
+    """The addresses of a replica's feed, and the CURVE key (Z85) that authenticates it and that clients need.
+
+    ``version``: of all messages of the replica (``router.protocol.version``).
+    """
 
     pub_address: str
     snapshot_address: str
     public_key: str
+    version: int = UNTOLD
 
 
 class FeedMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -46,6 +51,7 @@ class FeedMessage(msgspec.Struct, frozen=True, array_like=True):
 
     seq: int
     events: tuple[Event, ...]
+    version: int = WIRE_VERSION
 
 
 class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +62,7 @@ class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
     index: int
     last: bool
     events: tuple[Event, ...]
+    version: int = WIRE_VERSION
 
 
 @dataclass(slots=True)
@@ -71,7 +78,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 decode_message = msgspec.msgpack.Decoder(FeedMessage).decode
 decode_chunk = msgspec.msgpack.Decoder(SnapshotChunk).decode
-"""Both raise ``msgspec.MsgspecError`` on anything malformed."""
+"""Both raise ``msgspec.MsgspecError`` on anything malformed, and do not look at the version."""
 
 
 class BlockMirror:
@@ -212,7 +219,8 @@ class FeedResequencer:
         self._heard_s = now_s
         try:
             message = decode_message(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            check_version(message.version)
+        except (msgspec.MsgspecError, UnicodeDecodeError, OtherVersion):
             self._malformed()
             return
         self._take(message, len(data))
@@ -222,7 +230,8 @@ class FeedResequencer:
         self._heard_s = now_s
         try:
             chunk = decode_chunk(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            check_version(chunk.version)
+        except (msgspec.MsgspecError, UnicodeDecodeError, OtherVersion):
             self._malformed()
             return
         if self._nonce is None or chunk.nonce != self._nonce or chunk.index < self._next_index:

@@ -26,6 +26,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from router.feed import FeedEndpoint, FeedSubscriber
 from router.protocol.events import Event
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
+from router.protocol.version import WIRE_VERSION, mixes, version_of
 from router.serve.core_registry import core_for, decisions_for, running_replicas
 from router.settings import RouterSettings
 
@@ -124,7 +125,11 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._out_since_s = inf
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow the feeds of new replicas, and forget replicas that leave and do not return within ``AWAY_S``."""
+        """Follow the feeds of new replicas, and forget replicas that leave and do not return within ``AWAY_S``.
+
+        Replicas of a release that does not mix with this one get no call from this process.
+        """
+        replicas = self._understood(replicas)
         super().update_replicas(replicas)
         before = self._by_name
         self._know({replica.replica_id.unique_id: replica for replica in replicas})
@@ -225,6 +230,18 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             async with asyncio.timeout(0.1):  # wait_for would swallow a simultaneous cancellation
                 await self._replicas_updated_event.wait()
 
+    def _understood(self, replicas: list[RunningReplica]) -> list[RunningReplica]:
+        """Return the replicas whose messages this release reads, and note the others."""
+        told = {one.replica_id.unique_id: _version_of(one) for one in replicas}
+        strangers = {name: version for name, version in told.items() if not mixes(version)}
+        for name in strangers.keys() - self._core.strangers.keys():
+            logger.warning(
+                "replica %s is not used: its messages have version %d, not %d (docs/how-to/upgrade.md)",
+                name, strangers[name], WIRE_VERSION,
+            )  # fmt: skip
+        self._core.strangers = strangers
+        return [one for one in replicas if one.replica_id.unique_id not in strangers]
+
     def _heard(self, replica_id: str, events: Iterable[Event]) -> None:
         """Apply one message of a replica's feed, in this router's loop."""
         self._core.apply(replica_id, events)
@@ -283,6 +300,12 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     def _fault(self, doing: str) -> None:
         self._core.counters.faults += 1
         logger.exception("cache-aware routing failed at %s", doing)
+
+
+def _version_of(replica: RunningReplica) -> int:
+    """Return the version of a replica's messages. One without a feed sends none that a router reads."""
+    advertised = replica.replica_metadata.get(FEED_METADATA)
+    return WIRE_VERSION if advertised is None else version_of(advertised)
 
 
 def _runs_in(app_name: str, deployment_name: str) -> bool:

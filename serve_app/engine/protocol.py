@@ -19,6 +19,7 @@ from msgspec import structs
 from router.protocol.block_hash import PrefixScope, TokenArray
 from router.protocol.events import Event, LoadReport, StatsReport
 from router.protocol.request import RoutedRequest
+from router.protocol.version import UNTOLD, WIRE_VERSION, check_version
 from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
@@ -105,6 +106,8 @@ class EngineRequest(RoutedRequest, frozen=True, kw_only=True, array_like=True, e
     ``warning``: what it leaves out. ``echo``: the prompt, if the answer repeats it. ``prompt_ref``: the version of its
     registered prompt. ``model``: its name in usage; ``charged``: whether its prompt is charged, once for all choices.
     ``system_chars``: of the formatted system prompt; ``system_tokens``: those that the prompt has in common with it.
+
+    ``version``: of the sender's messages; its outputs have the same, since nobody else is answered.
     """
 
     tenant: str = "default"
@@ -140,6 +143,7 @@ class EngineRequest(RoutedRequest, frozen=True, kw_only=True, array_like=True, e
     system_chars: int = 0
     system_tokens: int = 0
     tokenizer: str = ""
+    version: int = WIRE_VERSION
 
     def __post_init__(self) -> None:
         """Set the fields of ``RoutedRequest`` that follow from others."""
@@ -258,8 +262,22 @@ outputs_of_wire = msgspec.msgpack.Decoder(list[EngineOutput]).decode
 
 
 def request_of_wire(data: bytes) -> EngineRequest:
-    """Return the request that ``to_wire`` encoded."""
-    return _requests.decode(data)
+    """Return the request that another process sent. Raises OtherVersion for one of another release's layout."""
+    try:
+        request = _requests.decode(data)
+    except msgspec.ValidationError:
+        check_version(_version_in(data))
+        raise
+    check_version(request.version)
+    return request
+
+
+def _version_in(data: bytes) -> int:
+    """Return the version of a request that cannot be read: its place among the fields never changes."""
+    fields = msgspec.msgpack.decode(data)
+    at = EngineRequest.__struct_fields__.index("version")
+    told = fields[at] if isinstance(fields, list) and len(fields) > at else UNTOLD
+    return told if isinstance(told, int) else UNTOLD
 
 
 MAX_TOLD_TOKENS = 4096

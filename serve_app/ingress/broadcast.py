@@ -12,11 +12,13 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from router.protocol.request import NoReplicaLeft
+from router.protocol.version import mixes, version_of
 from router.serve.core_registry import running_replicas
 from router.serve.request_router import deployment_key
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.errors import innermost
 from serve_app.fairness.levels import LevelAnswer, LevelQuestion
+from serve_app.ray_compat import advertisements, limit_broadcasts
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,8 @@ LEVEL_S = 2.0
 
 @dataclass(eq=False)
 class Broadcast:
-    """Calls a method of every replica of a model, or of every ingress, about that model.
+    """Calls a method of every replica of a model, or of every ingress, about that model: of those whose messages mix
+    with ours.
 
     ``ingress_replicas``: their number, including this one. ``model``: its name, if there are several.
     """
@@ -54,8 +57,17 @@ class Broadcast:
         if self.ingress_replicas == 1:
             return []
         handle = serve.get_deployment_handle(INGRESS_NAME, self.app_name)
+        limit_broadcasts(handle, lambda advertised: mixes(version_of(advertised)))
         arguments = (*arguments, self.model) if self.model else arguments
         return list(await handle.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
+
+    def strange_ingresses(self) -> dict[str, int]:
+        """Return the ingresses that are not called, because their messages do not mix with ours, and their versions."""
+        if self.ingress_replicas == 1:
+            return {}
+        known = advertisements(serve.get_deployment_handle(INGRESS_NAME, self.app_name))
+        told = {name: version_of(advertised) for name, advertised in known.items()}
+        return {name: version for name, version in told.items() if not mixes(version)}
 
     async def levels(self, question: LevelQuestion) -> Sequence[LevelAnswer]:
         """Ask every ingress what it has for a tenant; return nothing if some do not answer in time."""

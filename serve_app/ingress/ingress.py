@@ -12,6 +12,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from router.protocol.samples import Sample
+from router.protocol.version import VERSION_METADATA, WIRE_VERSION
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.fairness.levels import LevelAnswer, LevelQuestion
 from serve_app.live.journal import RequestRow
@@ -48,6 +49,10 @@ class Ingress:
         from serve_app.ingress.routes.application import make_application
 
         return make_application(self._services)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Advertise the version of the methods below to the other ingresses (read by ``Broadcast``)."""
+        return {VERSION_METADATA: WIRE_VERSION}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this ingress' figures for the autoscaling policy; with autoscaling, Serve calls this every second."""

@@ -286,6 +286,11 @@ class Services:
     def _everywhere(self) -> Broadcast:
         return self.several.broadcast if self.several is not None else self.fleet.broadcast
 
+    def strangers(self) -> dict[str, int]:
+        """Return the replicas and ingresses whose messages this release does not read, and their versions."""
+        known = {name: version for each in self.all for name, version in each.fleet.core.strangers.items()}
+        return known | self._everywhere.strange_ingresses()
+
     async def all_samples(self) -> list[Sample]:
         """Return the samples of every ingress and every replica."""
         samples: list[Sample] = []

@@ -34,6 +34,8 @@ warmpath_inter_token_latency_seconds: ingress tenant (histogram)
     together share their time; beside the first one they have none.
 warmpath_broken_streams_total: ingress status tenant
     Streams that ended with an error after they had begun with status 200; status: the error's.
+warmpath_build_info: ingress version
+    Always 1; version: of the ingress' warmpath. Two values: a rolling update is under way.
 warmpath_requests_in_flight: ingress
     Requests past the ingress' queue with an unfinished answer.
 warmpath_requests_waiting: ingress tenant
@@ -390,6 +392,7 @@ LABELS = {
     "engine": "`torch`, `vllm`, `simulated` or `remote`",
     "tenant": "a configured name; `default` if none are configured; `none` without a valid key; `(public)`: blocks "
     "of registered public prompts; `other`: a replica's tenants beyond 100",
+    "version": "a release of warmpath",
     "endpoint": "the route's name: `chat`, `completions`, `models`, `metrics`, ...",
     "status": "an HTTP status; 499: the client left",
     "after_first_token": "`true` or `false`",

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
+from router import __version__
 from router.core import RoutingCore
 from router.directory import DriftKind
 from router.observe import PolicyCounters
@@ -107,6 +108,7 @@ class IngressMetrics(Tally):
     def samples(self) -> list[Sample]:
         """Return all metrics as flat samples, to merge with those of other ingresses and replicas."""
         found = [(name, labels, value) for (name, labels), value in self.values.items()]
+        found += samples_of({"warmpath_build_info": 1}, ("version", __version__))
         for others in self.more:
             found += others()
         for span, (name, bounds) in _TIMES.items():

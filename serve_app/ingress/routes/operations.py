@@ -105,7 +105,8 @@ async def usage(request: Request, services: Front) -> Response:
 async def health(request: Request, services: Front) -> Response:
     """200 once the router has known every replica's cache, so that requests can be answered; of any model.
 
-    For operators it also reports each of several models, and why a ``user_config`` is not in force.
+    For operators it also reports each of several models, why a ``user_config`` is not in force, and replicas and
+    ingresses of a release whose messages this one does not read (`other_versions`, by name).
     """
     ready, stopping = any(each.ready() for each in services.all), services.access.drain.stopping
     status = "stopping" if stopping else "ok" if ready else "starting"
@@ -117,6 +118,8 @@ async def health(request: Request, services: Front) -> Response:
         body["refuses_all"] = services.access.tenants.refusal
     if services.refused_settings and services.access.guard.sees_all(request):
         body["refused_user_config"] = services.refused_settings
+    if services.access.guard.sees_all(request) and (strangers := services.strangers()):
+        body["other_versions"] = strangers
     return json_response(body, 200 if ready and not stopping else 503)
 
 

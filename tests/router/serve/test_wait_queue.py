@@ -12,9 +12,10 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 
 from router.protocol.events import BlocksStored
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
+from router.protocol.version import UNTOLD, WIRE_VERSION
 from router.serve import request_router
 from router.serve.core_registry import RecentDecisions, core_for, decisions_for
-from router.serve.request_router import CacheAwareRouter, WaitQueue, deployment_key
+from router.serve.request_router import FEED_METADATA, CacheAwareRouter, WaitQueue, deployment_key
 from router.settings import RouterSettings
 from tests.router.cores import load
 from tests.router.feed.sockets import until
@@ -231,6 +232,29 @@ async def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) 
     await until(lambda: "a" not in case.core.loads.replicas)
     assert case.core.directory.match(HELD) == {}
     assert await case.target("a") == "b"
+
+
+async def test_a_replica_with_other_messages_is_not_used_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A rolling update may hold both: what a release cannot read, it does not ask. (docs: upgrade)"""
+    case = Case("versions")
+    endpoint = {"pub_address": "", "snapshot_address": "", "public_key": ""}
+    told: dict[str, dict[str, Any]] = {
+        "a": {"version": WIRE_VERSION + 1},
+        "b": {},
+        "c": {"version": "2"},
+        "d": {"version": WIRE_VERSION},
+    }
+    replicas: Any = [FakeRunningReplica(ReplicaID(name, DeploymentID("versions", "app"))) for name in told]
+    for replica in replicas:
+        replica.replica_metadata = {FEED_METADATA: endpoint | told[replica.replica_id.unique_id]}
+    case.router._among_peers = True  # no sockets
+    case.router.update_replicas(replicas)
+    assert {one.unique_id for one in case.router._replicas} == {"d"}
+    assert case.core.state()["other_versions"] == {"a": WIRE_VERSION + 1, "b": UNTOLD, "c": UNTOLD}
+    assert [await case.target(name) for name in "abcd"] == ["d"] * 4
+    assert sum("is not used" in line for line in caplog.messages) == 3
+    case.router.update_replicas(replicas[3:])
+    assert case.core.strangers == {}
 
 
 async def test_a_timer_of_an_earlier_absence_forgets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,164 @@
+"""A rolling update from one release to another and back, under streams that compare every answer.
+
+docs: upgrade
+"""
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.local import LocalCluster, application
+from router import __version__
+from serve_app.cli.bench import RequestFailed, stream_answer
+from tests.integration.conftest import alone, clients, eventually, metric, wait_until_cached
+from tests.integration.scaling.stage import CHAT, HELD_TOKENS, ask, body, texts
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+ROOT = Path(__file__).parents[2]
+LATER = f"{__version__}.post1"
+REPLICAS, INGRESSES = 2, 2
+SURGE = {"max_surge_percent": 100}
+SHORT, LONG = 10, 300
+"""Tokens of answers: most are short; the long ones, of 6 seconds, outlive the replica that began them."""
+SETTINGS: dict[str, Any] = {
+    "model": "demo",
+    "engine": "simulated",
+    "replicas": REPLICAS,
+    "ingress_replicas": INGRESSES,
+    "num_blocks": 2000,
+    "simulated_prefill_tokens_per_s": 8000,
+    "simulated_decode_step_s": 0.02,
+    "graceful_shutdown_timeout_s": 7,  # a long answer has to move
+    "disk_cache_bytes": "64MiB",
+}
+PARTS = ("before", "update", "first", "after", "rollback", "first back", "back")
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders of this release and of a later one with the same version of messages, by the release's name."""
+    made = {}
+    for release in (__version__, LATER):
+        folder = made[release] = tmp_path_factory.mktemp("release")
+        for package in ("router", "serve_app"):
+            shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        told = folder / "router" / "__init__.py"
+        told.write_text(told.read_text().replace(f'"{__version__}"', f'"{release}"'))
+    return made
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))  # Ray lets workers import from its driver's folder first
+        with alone(LocalCluster(1)) as made:
+            yield made
+
+
+@dataclass
+class Clients:
+    """Six short and two long answers at a time, about ten prompts that are saved. ``part``: what happens meanwhile."""
+
+    url: str
+    systems: list[str] = field(default_factory=lambda: texts(10, 900))
+    part: str = ""
+    hits: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    cut: list[str] = field(default_factory=list)
+    whole: dict[tuple[int, int], str] = field(default_factory=dict)
+    """The undisturbed answer to each prompt, by its length."""
+
+    def warm(self) -> None:
+        """Save every prompt and note the undisturbed answers."""
+        for number, system in enumerate(self.systems):
+            ask(self.url, body(system, save_system_prompt_kv_cache=True))
+            wait_until_cached(self.url, body(system), HELD_TOKENS, ingresses=INGRESSES)
+            self.whole[number, SHORT], _ = ask(self.url, body(system, max_tokens=SHORT))
+        for number in range(2):
+            self.whole[number, LONG], _ = ask(self.url, body(self.systems[number], max_tokens=LONG))
+
+    def during(self, story: Callable[[], None]) -> None:
+        """Ask again and again until ``story``, which names the parts, is over."""
+
+        async def run() -> None:
+            happens = asyncio.create_task(asyncio.to_thread(story))
+            # Each request has its own connection, which may reach either ingress.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+            async with clients(self.url, limits=limits) as client:
+                turns = count()
+                asking = [self._client(client, happens, lambda: (next(turns) % 10, SHORT)) for _ in range(6)]
+                asking += [self._client(client, happens, lambda number=number: (number, LONG)) for number in range(2)]
+                await asyncio.gather(*asking)
+            await happens
+
+        asyncio.run(run())
+
+    async def _client(
+        self, client: httpx.AsyncClient, happens: asyncio.Task[None], turn: Callable[[], tuple[int, int]]
+    ) -> None:
+        while not happens.done():
+            (number, tokens), part = turn(), self.part
+            try:
+                answer = await stream_answer(client, CHAT, body(self.systems[number], max_tokens=tokens))
+            except (httpx.HTTPError, RequestFailed) as error:
+                self.cut.append(f"{part}: {error!r}")
+                continue
+            if answer.text != self.whole[number, tokens]:
+                self.cut.append(f"{part}: another answer, of {answer.completion_tokens} tokens")
+            self.hits[part].append(answer.cached_tokens / answer.prompt_tokens)
+
+    def wait_for(self, part: str, requests: int) -> None:
+        """Wait until this many more answers have come to requests of a part that begins now."""
+        self.part = part
+        eventually(lambda: len(self.hits[part]) >= requests)
+
+
+def names(cluster: LocalCluster) -> set[str]:
+    return {process["name"] for process in cluster.processes() if process["kind"] in ("Replica", "Ingress")}
+
+
+def test_a_rolling_update_and_a_rollback_cut_no_answer_and_stay_warm(
+    cluster: LocalCluster, releases: dict[str, Path], tmp_path: Path
+) -> None:
+    """Old and new ingresses and replicas serve each other, and new replicas begin with the old ones' KV."""
+
+    def deploy(release: str) -> None:
+        """Replace every process by one of this release, and wait until the last old one is gone."""
+        before = names(cluster)
+        path = {"PYTHONPATH": str(releases[release])}
+        wanted = application({**SETTINGS, "disk_cache_dir": str(tmp_path)}, {"Replica": SURGE, "Ingress": SURGE})
+        cluster.deploy({**wanted, "runtime_env": {"env_vars": path}}, 0 if before else 300)
+        eventually(lambda: not before & names(cluster) and len(names(cluster)) == REPLICAS + INGRESSES, 300)
+        eventually(lambda: metric(cluster.url, "warmpath_build_info", f'version="{release}"') == INGRESSES)
+
+    deploy(__version__)
+    load = Clients(cluster.url)
+    load.warm()
+    took: dict[str, float] = {}
+
+    def story() -> None:
+        load.wait_for("before", 100)
+        for release, parts in ((LATER, PARTS[1:4]), (__version__, PARTS[4:])):
+            load.part, begun_s = parts[0], time.monotonic()
+            deploy(release)
+            took[parts[0]] = time.monotonic() - begun_s
+            load.wait_for(parts[1], 100)
+            load.wait_for(parts[2], 100)
+
+    load.during(story)
+    rates = {part: mean(hits) for part, hits in load.hits.items()}
+    told = {"cut": len(load.cut), "requests": {part: len(hits) for part, hits in load.hits.items()}, "rates": rates}
+    print(json.dumps({**told, "took_s": took}))
+    assert load.cut == []
+    assert rates["after"] >= 0.95 * rates["before"]
+    assert rates["back"] >= 0.95 * rates["before"]

@@ -1,0 +1,75 @@
+"""Which ingresses a broadcast reaches, by Serve's own router without a cluster."""
+
+import asyncio
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import pytest
+from ray import serve
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve._private.router import AsyncioRouter, CurrentLoopRouter, SharedRouterLongPollClient
+from ray.serve.handle import DeploymentHandle
+
+from router.protocol.version import UNTOLD, VERSION_METADATA, WIRE_VERSION
+from serve_app.ingress.broadcast import INGRESS_NAME, Broadcast
+
+pytestmark = pytest.mark.anyio
+
+ID = DeploymentID(INGRESS_NAME, "app")
+
+
+class Front:
+    """An ingress as Serve's router knows it; it notes what it is called with."""
+
+    max_ongoing_requests = 8
+    node_id = availability_zone = ""
+    multiplexed_model_ids: tuple[str, ...] = ()
+
+    def __init__(self, name: str, metadata: dict[str, Any]) -> None:
+        self.replica_id, self.replica_metadata = ReplicaID(name, ID), metadata
+        self.calls: list[Any] = []
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return 0
+
+    def try_send_request(self, request: Any, with_rejection: bool) -> Any:
+        self.calls.append(request.args)
+        return MagicMock()
+
+
+def router_of(**_: Any) -> CurrentLoopRouter:
+    """Return Serve's router of a handle, before it has heard from the controller."""
+    made = object.__new__(CurrentLoopRouter)
+    made._asyncio_router = AsyncioRouter(
+        MagicMock(), ID, "handle", "actor", DeploymentHandleSource.REPLICA, asyncio.get_running_loop(),
+        False, "node", None, False, _request_router_initialized_event=asyncio.Event(),
+    )  # fmt: skip
+    return made
+
+
+async def test_ingresses_with_other_messages_are_not_called_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those of a later version nor those that tell none, as during an upgrade. (docs: upgrade)"""
+    monkeypatch.setattr(SharedRouterLongPollClient, "get_or_create", MagicMock())
+    handle: DeploymentHandle[Any] = DeploymentHandle(INGRESS_NAME, "app", _create_router=cast(Any, router_of))
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: handle)
+    told = {"same": {VERSION_METADATA: WIRE_VERSION}, "later": {VERSION_METADATA: WIRE_VERSION + 1}, "before": {}}
+    fronts = {name: Front(name, metadata) for name, metadata in told.items()}
+    broadcast = Broadcast(MagicMock(), "app", 2)
+    assert broadcast.strange_ingresses() == {}
+    asked = asyncio.create_task(broadcast.ingresses("known_adapters", "argument"))
+    await asyncio.sleep(0)
+    router = handle._router._asyncio_router
+    assert broadcast.strange_ingresses() == {}
+    known = PowerOfTwoChoicesRequestRouter(deployment_id=ID, handle_source=DeploymentHandleSource.REPLICA)
+    known.update_replicas(cast(Any, list(fronts.values())))
+    router._request_router = known
+    router._request_router_initialized.set()
+    await asyncio.wait_for(asyncio.gather(asked, return_exceptions=True), 5)
+    assert {name: front.calls for name, front in fronts.items()} == {
+        "same": [["argument"]], "later": [], "before": [],
+    }  # fmt: skip
+    assert broadcast.strange_ingresses() == {"later": WIRE_VERSION + 1, "before": UNTOLD}
+    known.update_replicas(cast(Any, [fronts["same"]]))
+    assert broadcast.strange_ingresses() == {}
+    assert Broadcast(MagicMock(), "app", 1).strange_ingresses() == {}
