@@ -46,7 +46,7 @@ def test_every_query_of_the_board_works_on_what_is_scraped(scraping: Prometheus)
     asked = 0
     for series in SERIES:
         promql = series.promql.replace(WINDOW, WINDOW_OF_SCRAPES)
-        families = re.findall(r"(?<![\w{])(warmpath_[a-z_]+)", promql)
+        families = re.findall(r"(?<![\w{])(warmpath_[a-z0-9_]+)", promql)
         if names.issuperset(families):
             eventually(lambda promql=promql: bool(scraping.ask(promql)))
             asked += 1
