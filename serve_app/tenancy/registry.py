@@ -57,13 +57,13 @@ class TenantRegistry:
         self._one_at_a_time = asyncio.Lock()
         """A look that began before a change would end with what was before it."""
         # An engine does not change while it runs.
-        self._remote = any(one.engine == "remote" for one in config.served().values())
+        self._external = any(one.engine_traits.external for one in config.served().values())
         self.declare(config)
 
     def declare(self, config: AppConfig) -> None:
         """Use other settings as the base."""
         self._required = config.require_tenants
-        apart = bool(config.tenants or config.require_tenants) or not self._remote
+        apart = bool(config.tenants or config.require_tenants) or not self._external
         self.declared = Declared(config.tenants, config.operator_key_sha256, bool(config.prices), apart)
         self._use(self._document)
 
