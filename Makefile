@@ -7,7 +7,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 PYTHON_GPU ?= $(if $(wildcard $(VLLM_BIN)/python),$(VLLM_BIN),$(BIN))/python
 
-.PHONY: serve test test-long lint venv figures docs clean help venv-vllm test-vllm test-vllm-source test-ray-llm test-gpu test-schemas test-templates test-clients test-peer
+.PHONY: serve test test-long lint venv figures docs clean help venv-vllm test-vllm test-vllm-source test-ray-llm test-gpu test-schemas test-templates test-clients test-peer agentx
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -99,10 +99,20 @@ test-gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(STAMP))  ## run the tests
 figures: $(STAMP)  ## measure README's figures, on an idle machine (25 minutes; ARGS="--only flooding")
 	$(BIN)/python -m benchmarks figures $(ARGS)
 
+agentx: $(STAMP) .venv-aiperf/.installed  ## run AgentX by aiperf beside other routers (an hour; ARGS="--duration-s 180")
+	$(BIN)/python -m benchmarks agentx $(ARGS)
+
+.venv-aiperf/.installed: Makefile
+	@test -x .venv-aiperf/bin/python || $(PYTHON) -m venv .venv-aiperf
+	@.venv-aiperf/bin/python -m pip install --disable-pip-version-check --only-binary :all: aiperf==0.13.0
+	@.venv-aiperf/bin/python -m pip install --disable-pip-version-check --only-binary :all: smg==1.13.0 \
+		|| echo "smg is not to be had here: its row will be missing"
+	@touch $@
+
 docs: $(STAMP)  ## build the documentation in site/, with search; fails at a broken link
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	PATH=$(CURDIR)/$(BIN):$$PATH sh .ci/reference.sh
 	$(BIN)/mkdocs build --strict
 
 clean:  ## remove .venv and caches
-	rm -rf .venv .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-aiperf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -18,6 +18,7 @@ BENCHMARKS = {
     "front_door": ("end_to_end.front_door", "6 minutes a system"),
     "replay": ("end_to_end.replay.run", "20 minutes: four for each policy"),
     "agents": ("end_to_end.replay.agents", "35 minutes: three for the reference, three for each of ten runs"),
+    "agentx": ("end_to_end.agentx", "70 minutes: 17 for each system"),
     "engine": ("engine.compare", "15 minutes a system"),
     "gpu": ("gpu.run", "9 minutes on a GPU, and with --shape tiny 3 minutes"),
     "predictions": ("engine.predictions", "4 minutes"),

@@ -14,24 +14,16 @@ from serve_app.api.anthropic.request import parse_messages
 from serve_app.api.openai.request import parse_chat
 from serve_app.api.openai.responses.request import parse_response_request
 from serve_app.api.request import ChatRequest
-from serve_app.checkpoints.adapter_registry import AdapterRegistry
-from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.generation.prepare import Limits, Preparer
-from serve_app.tenants import Tenant, Tenants
-from serve_app.tokenization.tokenizer import PromptTokenizer
+from serve_app.generation.prepare import Preparer
+from serve_app.tenants import Tenant
 from tests.clients.shapes import requests_of
+from tests.clients.turns import BLOCK, RECORDED, preparer_of
 from tests.serve_app.tool_templates.families import family
-
-RECORDED = Path(__file__).parents[2] / "clients/requests"
-BLOCK = 16
-SECRET = b"s" * 32
 
 
 @pytest.fixture(scope="module")
 def preparer(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Preparer:
-    path = family("hermes", demo_model_path, tmp_path_factory.mktemp("turns") / "hermes")
-    info, tokenizer = load_checkpoint_info(path), PromptTokenizer(path)
-    return Preparer(info, tokenizer, Tenants([], SECRET), SECRET, AdapterRegistry("demo"), Limits(1 << 20, 64))
+    return preparer_of(family("hermes", demo_model_path, tmp_path_factory.mktemp("turns") / "hermes"))
 
 
 def either(body: bytes) -> ChatRequest:

@@ -1,0 +1,226 @@
+"""AgentX, the scenario of aiperf for agents, beside other routers: hit rate of the possible, TTFT, ITL, throughput.
+
+aiperf (`make agentx` installs it) replays sessions of the published trace in its `weka_trace` form, each session with
+an opening of its own. Two replicas serve them: with the engine `simulated` at the speeds of an H100 for a model of 8B,
+where a token of a prompt stands for `--scale` ones, so rate and pool are as much smaller and seconds are the same; or
+with a real model. Ray's prefix rule and smg stand before two servers of one replica each, with our engine in them.
+Runs of less than 900 s are no valid submissions; the report says what the scenario refuses.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.common.agent_sessions import AgentSession, AgentTurn, read_sessions
+from benchmarks.common.report import BenchmarkError, add_engine_flag, names_of, parser_of, write
+from benchmarks.common.server import instance, server_process
+from benchmarks.end_to_end.replay.agents import drawn
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS
+from serve_app.checkpoints.sources import resolve_model
+from serve_app.cli.local_ray import held_port
+
+SCENARIO, SHORTEST_S = "inferencex-agentx-mvp", 900
+REPLICAS, BLOCK = 2, 16
+POLICIES = {"warmpath": "estimated_ttft", "round_robin": "round_robin", "power_of_two": "power_of_two"}
+"""Systems that are policies of our router."""
+SYSTEMS = (*POLICIES, "ray_prefix", "smg")
+PREFILL_TOKENS_PER_S, DECODE_STEP_S, KV_TOKENS = 24_500.0, 0.0074, 690_000
+"""An H100's, for Llama-3.1-8B's sizes (`log/vllm.md`): a prompt of 32,768 tokens, a step of 16 streams, and 45 GB of
+KV at 64 KiB a token."""
+
+FIGURES: Mapping[str, tuple[str, str]] = {
+    "delivered": ("overall_usage_prompt_cache_read_pct", "avg"),
+    "theoretical": ("theoretical_prefix_cache_hit", "avg"),
+    "ttft_ms_mean": ("time_to_first_token", "avg"),
+    "ttft_ms_p50": ("time_to_first_token", "p50"),
+    "ttft_ms_p90": ("time_to_first_token", "p90"),
+    "itl_ms_mean": ("inter_token_latency", "avg"),
+    "answer_ms_mean": ("request_latency", "avg"),
+    "output_tokens_per_s": ("output_token_throughput", "avg"),
+    "requests": ("request_count", "avg"),
+}
+"""Our names -> aiperf's metrics and their statistics. Percents become parts of 1."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = parser_of(__doc__, "demo")
+    add_engine_flag(parser, "simulated", "prefixes")
+    parser.add_argument("--aiperf", type=Path, default=Path(".venv-aiperf/bin/aiperf"))
+    parser.add_argument("--smg", type=Path, default=Path(".venv-aiperf/bin/smg"))
+    parser.add_argument("--systems", type=names_of(SYSTEMS), default="warmpath,round_robin,ray_prefix,smg")
+    parser.add_argument("--duration-s", type=int, default=SHORTEST_S, help="of a system; the scenario's least is 900")
+    parser.add_argument("--concurrency", type=int, default=8, help="sessions that run at once")
+    parser.add_argument("--sessions", type=int, default=24, help="random sessions of the trace's 200")
+    parser.add_argument("--turns", type=int, default=40, help="maximum turns of a stream; main streams have as many")
+    parser.add_argument("--longest-prompt", type=int, default=150_000, help="trace tokens; longer sessions are skipped")
+    parser.add_argument("--longest-pause-s", type=float, default=30.0)
+    parser.add_argument("--scale", type=int, default=8, help="tokens of the trace's prompts that one token stands for")
+    parser.add_argument("--kv-tokens", type=int, default=KV_TOKENS, help="a replica's pool, in the trace's tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(speed=1.0)
+    return parser.parse_args(arguments)
+
+
+def weka_trace(name: str, session: AgentSession, scale: int) -> dict[str, Any]:
+    """Return a session as aiperf's loader reads it, timed as on an H100 without a queue and with an endless cache."""
+    size = TRACE_BLOCK_TOKENS // scale
+
+    def requests(stream_at: int, start_s: float) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        now_s = start_s
+        for number, turn in enumerate(session.streams[stream_at].turns):
+            now_s += turn.pause_s if number else 0.0
+            row: dict[str, Any] = {
+                "t": now_s, "type": "s", "model": "demo", "in": -(-turn.prompt_tokens // scale),
+                "out": turn.output_tokens, "hash_ids": list(turn.hash_ids), "input_types": ["text"],
+                "output_types": ["text"], "stop": "tool_use", "api_time": _answer_s(turn),
+                "think_time": turn.pause_s if number else 0.0,
+            }  # fmt: skip
+            made.append(row)
+            now_s += row["api_time"]
+        return made
+
+    main = requests(0, 0.0)
+    rows: list[dict[str, Any]] = list(main)
+    for at, stream in enumerate(session.streams[1:], 1):
+        parent = main[stream.after]
+        start_s = parent["t"] + parent["api_time"] + stream.delay_s
+        inner = requests(at, start_s)
+        took_s = inner[-1]["t"] + inner[-1]["api_time"] - start_s
+        rows.append({
+            "t": start_s, "type": "subagent", "agent_id": f"agent_{at:03}", "subagent_type": "Explore",
+            "duration_ms": round(1000 * took_s), "total_tokens": sum(row["in"] + row["out"] for row in inner),
+            "tool_use_count": len(inner), "status": "completed", "requests": inner, "models": ["demo"],
+        })  # fmt: skip
+    rows.sort(key=lambda row: row["t"])
+    return {
+        "id": name, "models": ["demo"], "block_size": size, "hash_id_scope": "local", "requests": rows,
+        "tool_tokens": 0, "system_tokens": session.opening_tokens // scale,
+    }  # fmt: skip
+
+
+def _answer_s(turn: AgentTurn) -> float:
+    computed = max(1, turn.prompt_tokens - turn.known_tokens)
+    return computed / PREFILL_TOKENS_PER_S + turn.output_tokens * DECODE_STEP_S
+
+
+@contextmanager
+def system(name: str, options: argparse.Namespace) -> Iterator[str]:
+    """Run two replicas behind a router; yield the URL. Raises BenchmarkError if something does not start."""
+    blocks = options.kv_tokens // options.scale // BLOCK
+    flags = ["--model", options.model, "--engine", options.engine, f"--set=num_blocks={blocks}"]
+    flags += [f"--set=block_size={BLOCK}", "--max-connections-per-address", "4096"]
+    if options.engine == "simulated":
+        rate = PREFILL_TOKENS_PER_S / options.scale
+        flags += [f"--set=simulated_prefill_tokens_per_s={rate}", f"--set=simulated_decode_step_s={DECODE_STEP_S}"]
+    if name in POLICIES:
+        with instance("--replicas", str(REPLICAS), "--policy", POLICIES[name], *flags) as url:
+            yield url
+        return
+    with ExitStack() as stack:
+        urls = [stack.enter_context(instance("--replicas", "1", *flags)) for _ in range(REPLICAS)]
+        port, metrics = (stack.enter_context(held_port()) for _ in range(2))
+        if name == "smg":
+            command = [str(options.smg), "launch", "--host", "127.0.0.1", "--port", str(port), "--backend", "vllm"]
+            command += ["--policy", "cache_aware", "--log-level", "warn", "--prometheus-host", "127.0.0.1"]
+            command += ["--prometheus-port", str(metrics), "--worker-urls", *urls]
+            ready = "readiness"  # its /health answers before it knows its workers
+        else:
+            command = [sys.executable, "-m", "benchmarks.peers.ray_prefix_proxy", str(port), *urls]
+            ready = "health"
+        url = f"http://127.0.0.1:{port}"
+        with server_process(command, f"{url}/{ready}"):
+            yield url
+
+
+def play(url: str, traces: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the scenario against a server; return its figures. Raises BenchmarkError with the end of aiperf's output."""
+    with TemporaryDirectory(prefix="warmpath-") as folder:
+        command = [
+            str(options.aiperf), "profile", "--scenario", SCENARIO, "--model", "demo", "--url", url,
+            "--endpoint-type", "chat", "--streaming", "--use-server-token-count", "--custom-dataset-type", "weka-trace",
+            "--input-file", str(traces), "--cache-bust", "first-turn-prefix", "--concurrency", str(options.concurrency),
+            "--benchmark-duration", str(options.duration_s), "--benchmark-grace-period", "60",
+            "--random-seed", str(options.seed), "--tokenizer", str(resolve_model(options.model, weights=False)),
+            "--artifact-dir", folder, "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics",
+            "--workers-max", "2",
+        ]  # fmt: skip
+        command += ["--unsafe-override"] if options.duration_s < SHORTEST_S else []
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError as error:
+            raise BenchmarkError(f"there is no {options.aiperf}: `make agentx` installs it") from error
+        exports = list(Path(folder).rglob("profile_export_aiperf.json"))
+        if done.returncode or not exports:
+            raise BenchmarkError(f"aiperf ended with status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+        return figures(json.loads(exports[0].read_text()))
+
+
+def figures(export: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of aiperf's export, None where it has none, and its judgement of the submission."""
+    found: dict[str, Any] = {}
+    for name, (metric, statistic) in FIGURES.items():
+        value = (export.get(metric) or {}).get(statistic)
+        found[name] = value / 100 if value is not None and name in ("delivered", "theoretical") else value
+    if found["delivered"] is not None and found["theoretical"]:
+        found["of_theoretical"] = found["delivered"] / found["theoretical"]
+    told = export.get("metadata") or {}
+    return found | {name: told[name] for name in ("submission_valid", "submission_invalid_reasons") if name in told}
+
+
+def summary(results: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> str:
+    """Return a sentence with each system's figures, and the ratio of our mean TTFT to the best other one."""
+
+    def told(name: str, row: Mapping[str, Any]) -> str:
+        if "not_measured" in row:
+            return f"{name} was not measured"
+        return f"{name}: " + ", ".join(f"{figure} {row[figure]:.4g}" for figure in FIGURES if row[figure] is not None)
+
+    times = {name: row["ttft_ms_mean"] for name, row in results.items() if row.get("ttft_ms_mean")}
+    ours, others = times.pop("warmpath", None), times
+    ratio = f" Our mean TTFT / the best other: {ours / min(others.values()):.2f}." if ours and others else ""
+    reasons = {reason for row in results.values() for reason in row.get("submission_invalid_reasons", ())}
+    valid = f" No valid submission ({options.duration_s} s): {', '.join(sorted(reasons))}." if reasons else ""
+    rows = "; ".join(told(name, row) for name, row in results.items())
+    return f"AgentX ({options.engine}, {options.concurrency} sessions): {rows}.{ratio}{valid}"
+
+
+def measured(names: Sequence[str], measure: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return each system's figures; a system that fails loses its own row only."""
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        try:
+            results[name] = measure(name)
+        except (BenchmarkError, OSError) as error:  # OSError: its command is missing
+            results[name] = {"not_measured": str(error)}
+        print(f"{name}: {json.dumps(results[name])}", file=sys.stderr, flush=True)  # in case a later one fails
+    return results
+
+
+def main() -> None:
+    """Write the sessions, run each system with them, write the JSON."""
+    options = parse()
+    with TemporaryDirectory(prefix="warmpath-") as folder:
+        for number, session in enumerate(drawn(read_sessions(), options)):
+            trace = weka_trace(f"session_{number:03}", session, options.scale)
+            Path(folder, f"session_{number:03}.json").write_text(json.dumps(trace))
+
+        def measure(name: str) -> dict[str, Any]:
+            with system(name, options) as url:
+                return play(url, Path(folder), options)
+
+        results = measured(options.systems, measure)
+    write(options.json, vars(options), results, summary(results, options))
+    if "not_measured" in results.get("warmpath", {}):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
