@@ -24,6 +24,7 @@ from benchmarks.end_to_end.replay.agents import drawn
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS
 from serve_app.checkpoints.sources import resolve_model
 from serve_app.cli.local_ray import held_port
+from serve_app.config.engine import ENGINES
 
 SCENARIO, SHORTEST_S = "inferencex-agentx-mvp", 900
 REPLICAS, BLOCK = 2, 16
@@ -117,7 +118,7 @@ def system(name: str, options: argparse.Namespace) -> Iterator[str]:
     blocks = options.kv_tokens // options.scale // BLOCK
     flags = ["--model", options.model, "--engine", options.engine, f"--set=num_blocks={blocks}"]
     flags += [f"--set=block_size={BLOCK}", "--max-connections-per-address", "4096"]
-    if options.engine == "simulated":
+    if ENGINES[options.engine].simulated:
         rate = PREFILL_TOKENS_PER_S / options.scale
         flags += [f"--set=simulated_prefill_tokens_per_s={rate}", f"--set=simulated_decode_step_s={DECODE_STEP_S}"]
     if name in POLICIES:
