@@ -50,7 +50,7 @@ class RoutingCore:
         self._turn = 0
         self._blocked: Callable[[], Collection[str]] = tuple
         self._counted = self.counters.by_policy[self.settings.policy]
-        self.strangers: Mapping[str, int] = {}
+        self.other_versions: Mapping[str, int] = {}
         """The replicas of a release that does not mix with this one, which are not used, and their versions."""
         self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
         self.loads, self.drift = self._known.loads, self._known.drift
@@ -217,7 +217,7 @@ class RoutingCore:
                 "router_id": self.router_id,
                 "policy": self.settings.policy,
                 **router_state(self.directory, self.drift, self.loads, self._known.away, self._clock()),
-                "other_versions": dict(self.strangers),
+                "other_versions": dict(self.other_versions),
                 "regret": regret_state(self.counters),
             }
 

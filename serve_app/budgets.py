@@ -77,16 +77,20 @@ class Budgets:
 
     def configure(self, tenants: Sequence[TenantConfig], prices: Mapping[str, PriceConfig]) -> None:
         """Use other budgets and prices from now on. What is spent in a period stays spent."""
-        budgets = {tenant.name: tenant.budget for tenant in tenants if tenant.budget is not None}
-        if budgets and self._objects is None:
+        self.require_database(tenants)
+        before, self.prices = self._budgets, dict(prices)
+        self._budgets = {tenant.name: tenant.budget for tenant in tenants if tenant.budget is not None}
+        for name, budget in before.items():  # another unit or period is another row
+            if (other := self._budgets.get(name)) is None or _row(other, self._now()) != _row(budget, self._now()):
+                self._leave(name)
+
+    def require_database(self, tenants: Sequence[TenantConfig]) -> None:
+        """Raise ValueError if a tenant has a budget and there is no database to count it in."""
+        if self._objects is None and any(tenant.budget is not None for tenant in tenants):
             raise ValueError(
                 "budgets are counted in the database of responses, and this ingress has none: set "
                 "$WARMPATH_RESPONSES_URL to a Redis or Postgres, or responses_file"
             )
-        before, self._budgets, self.prices = self._budgets, budgets, dict(prices)
-        for name, budget in before.items():  # another unit or period is another row
-            if (other := self._budgets.get(name)) is None or _row(other, self._now()) != _row(budget, self._now()):
-                self._leave(name)
 
     def start(self) -> None:
         """Write what is spent, regularly."""

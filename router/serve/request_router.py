@@ -233,14 +233,14 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     def _understood(self, replicas: list[RunningReplica]) -> list[RunningReplica]:
         """Return the replicas whose messages this release reads, and note the others."""
         told = {one.replica_id.unique_id: _version_of(one) for one in replicas}
-        strangers = {name: version for name, version in told.items() if not mixes(version)}
-        for name in strangers.keys() - self._core.strangers.keys():
+        others = {name: version for name, version in told.items() if not mixes(version)}
+        for name in others.keys() - self._core.other_versions.keys():
             logger.warning(
                 "replica %s is not used: its messages have version %d, not %d (docs/how-to/upgrade.md)",
-                name, strangers[name], WIRE_VERSION,
+                name, others[name], WIRE_VERSION,
             )  # fmt: skip
-        self._core.strangers = strangers
-        return [one for one in replicas if one.replica_id.unique_id not in strangers]
+        self._core.other_versions = others
+        return [one for one in replicas if one.replica_id.unique_id not in others]
 
     def _heard(self, replica_id: str, events: Iterable[Event]) -> None:
         """Apply one message of a replica's feed, in this router's loop."""

@@ -221,7 +221,7 @@ class RequestFields:
         return self.lora_name or self.model
 
     @property
-    def sides_with(self) -> str:
+    def conversation_key(self) -> str:
         """What stays the same in a conversation, so that all of it gets one version of a prompt; "" for nothing.
 
         A ``prompt_cache_key`` may be that of many conversations.

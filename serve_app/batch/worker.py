@@ -130,7 +130,8 @@ class BatchWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*self._leaving)
+        if self._leaving:
+            await asyncio.wait(self._leaving)
 
     def wake(self) -> None:
         """Look at once: there is a new batch, or one was cancelled."""

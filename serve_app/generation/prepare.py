@@ -234,7 +234,7 @@ class Preparer:
         await self.prompts.keep_current(self.tokenizer)
         if request.prompt_ref is not None:
             request = replace(
-                request, prompt_ref=self.prompts.find(request.prompt_ref, tenant.name, request.sides_with).ref
+                request, prompt_ref=self.prompts.find(request.prompt_ref, tenant.name, request.conversation_key).ref
             )
         adapter = self.adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
         return request, adapter, self._keys.of(tenant, request.cache_salt, adapter)

@@ -61,7 +61,7 @@ class Broadcast:
         arguments = (*arguments, self.model) if self.model else arguments
         return list(await handle.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
 
-    def strange_ingresses(self) -> dict[str, int]:
+    def other_versions(self) -> dict[str, int]:
         """Return the ingresses that are not called, because their messages do not mix with ours, and their versions."""
         if self.ingress_replicas == 1:
             return {}

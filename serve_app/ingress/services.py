@@ -169,7 +169,7 @@ class Services:
     async def configure(self, config: AppConfig) -> None:
         """Apply other live settings; running requests keep their old ones."""
         # The steps that could fail are first. All others run between two requests.
-        self.access.budgets.configure(config.tenants, config.prices)
+        self.access.budgets.require_database(config.tenants)
         await self.catalog.replace_prompts(config)
         self.fleet.core.configure(RouterSettings.from_json(config.routing()))
         self.access.registry.declare(config)
@@ -286,10 +286,10 @@ class Services:
     def _everywhere(self) -> Broadcast:
         return self.several.broadcast if self.several is not None else self.fleet.broadcast
 
-    def strangers(self) -> dict[str, int]:
+    def other_versions(self) -> dict[str, int]:
         """Return the replicas and ingresses whose messages this release does not read, and their versions."""
-        known = {name: version for each in self.all for name, version in each.fleet.core.strangers.items()}
-        return known | self._everywhere.strange_ingresses()
+        known = {name: version for each in self.all for name, version in each.fleet.core.other_versions.items()}
+        return known | self._everywhere.other_versions()
 
     async def all_samples(self) -> list[Sample]:
         """Return the samples of every ingress and every replica."""

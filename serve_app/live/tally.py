@@ -5,11 +5,10 @@ A page that opens later shows them too. Not thread-safe: one event loop makes al
 
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, get_args
 
-from router.protocol.samples import Histogram, Labels
+from router.protocol.samples import TIME_CELLS_S, TTFT_BUCKETS_S, Histogram, Labels, quantile_s
 from serve_app.errors import remedy_of
 
 BUCKET_S = 10
@@ -20,15 +19,7 @@ MAX_TENANTS = 256
 """The limit of tenants with buckets, about 150 KB for each busy one. The most recently active ones stay."""
 WINDOWS_S = (60, 300, 900)
 """The spans that a table of tenants may show, up to now."""
-TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 ANSWER_BUCKETS_S = (*TTFT_BUCKETS_S[3:], 160.0, 320.0, 640.0)
-_STEPS = 5
-_ENDS_S = (0.00015625, 0.0003125, 0.000625, 0.00125, 0.0025, *TTFT_BUCKETS_S, 160.0, 320.0, 640.0, 1280.0, 2560.0)
-_CELLS_S = (
-    *(low * (high / low) ** (step / _STEPS) for low, high in pairwise(_ENDS_S) for step in range(_STEPS)),
-    _ENDS_S[-1],
-)
-"""The cells of times: /metrics shows every fifth, the page takes quantiles of all, with an error of at most 7 %."""
 
 GENERATIONS = frozenset({"chat", "completions", "messages", "responses"})
 """The endpoints that generate. Only they are in the figures of requests."""
@@ -99,19 +90,9 @@ def misses_of(bucket: Bucket) -> dict[str, tuple[int, int]]:
 def _quantiles(bucket: Bucket) -> dict[str, float | None]:
     told: dict[str, float | None] = {}
     for span in get_args(Span):
-        times = sorted((key[1], more) for key, more in bucket.items() if isinstance(key, tuple) and key[0] == span)
-        told |= {f"{span}_p{share}_s": _quantile_s(times, share / 100) for share in (50, 95)}
+        times = {key[1]: more for key, more in bucket.items() if isinstance(key, tuple) and key[0] == span}
+        told |= {f"{span}_p{share}_s": quantile_s(times, share / 100) for share in (50, 95)}
     return told
-
-
-def _quantile_s(times: Sequence[tuple[int, int]], share: float) -> float | None:
-    left = share * sum(more for _, more in times)
-    for cell, more in times:
-        left -= more
-        if left <= 0:
-            low, high = _CELLS_S[max(0, cell - 1)], _CELLS_S[min(cell, len(_CELLS_S) - 1)]
-            return float(f"{(low * high) ** 0.5:.3g}")
-    return None
 
 
 Rings = Mapping[str | None, dict[int, Bucket]]
@@ -127,7 +108,7 @@ class Tally:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.values: defaultdict[tuple[str, Labels], float] = defaultdict(float)
         self.times_s: dict[Span, defaultdict[str, Histogram]] = {
-            span: defaultdict(lambda: Histogram(_CELLS_S)) for span in get_args(Span)
+            span: defaultdict(lambda: Histogram(TIME_CELLS_S)) for span in get_args(Span)
         }
         self._clock = clock
         self._rings: OrderedDict[str | None, dict[int, Bucket]] = OrderedDict()

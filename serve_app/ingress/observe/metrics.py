@@ -17,11 +17,11 @@ from router import __version__
 from router.core import RoutingCore
 from router.directory import DriftKind
 from router.observe import PolicyCounters
+from router.protocol.samples import TTFT_BUCKETS_S, Labels, Sample
 from router.protocol.samples import Histogram as PlainHistogram
-from router.protocol.samples import Labels, Sample
 from serve_app.errors import LimitReason
 from serve_app.ingress.observe.families import FAMILIES, VLLM_FAMILIES, Family
-from serve_app.live.tally import ANSWER_BUCKETS_S, GENERATIONS, TTFT_BUCKETS_S, Span, Tally
+from serve_app.live.tally import ANSWER_BUCKETS_S, GENERATIONS, Span, Tally
 
 COMPLETION_TOKENS = "warmpath_tenant_completion_tokens_total"
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5)

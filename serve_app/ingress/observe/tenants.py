@@ -18,6 +18,7 @@ TenantRow = dict[str, Any]
 
 MAX_ROWS = 256
 """The limit of tenants in one table: those with the most requests."""
+_REMEDIES = dict[str, str](REMEDIES.items())
 MAX_REFUSALS = 64
 """The limit of rows about refusals."""
 
@@ -40,12 +41,12 @@ def tenant_row(tenant: str, counts: Bucket, over_s: float) -> TenantRow:
 
     ``over_s``: the length of the span.
     """
-    figure, remedies = figure_of(counts, 0), dict[str, str](REMEDIES.items())
+    figure = figure_of(counts, 0)
     prompt, cached = figure["prompt_tokens"], figure["cached_tokens"]
     totals = {"prompt_tokens": prompt, "cached_tokens": cached, "output_tokens": figure["tokens"]}
     rates = {f"{name}_per_s": round(total / over_s, 3) for name, total in totals.items()}
     missed = [
-        {"reason": reason, "requests": requests, "lost_tokens": lost, "remedy": remedies.get(reason, "")}
+        {"reason": reason, "requests": requests, "lost_tokens": lost, "remedy": _REMEDIES.get(reason, "")}
         for reason, (requests, lost) in misses_of(counts).items()
     ]
     return {

@@ -118,8 +118,8 @@ async def health(request: Request, services: Front) -> Response:
         body["refuses_all"] = services.access.tenants.refusal
     if services.refused_settings and services.access.guard.sees_all(request):
         body["refused_user_config"] = services.refused_settings
-    if services.access.guard.sees_all(request) and (strangers := services.strangers()):
-        body["other_versions"] = strangers
+    if services.access.guard.sees_all(request) and (others := services.other_versions()):
+        body["other_versions"] = others
     return json_response(body, 200 if ready and not stopping else 503)
 
 

@@ -254,7 +254,7 @@ async def test_a_replica_with_other_messages_is_not_used_and_told(caplog: pytest
     assert [await case.target(name) for name in "abcd"] == ["d"] * 4
     assert sum("is not used" in line for line in caplog.messages) == 3
     case.router.update_replicas(replicas[3:])
-    assert case.core.strangers == {}
+    assert case.core.other_versions == {}
 
 
 async def test_a_timer_of_an_earlier_absence_forgets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,11 @@ async def test_ingresses_with_other_messages_are_not_called_and_told(monkeypatch
     told = {"same": {VERSION_METADATA: WIRE_VERSION}, "later": {VERSION_METADATA: WIRE_VERSION + 1}, "before": {}}
     fronts = {name: Front(name, metadata) for name, metadata in told.items()}
     broadcast = Broadcast(MagicMock(), "app", 2)
-    assert broadcast.strange_ingresses() == {}
+    assert broadcast.other_versions() == {}
     asked = asyncio.create_task(broadcast.ingresses("known_adapters", "argument"))
     await asyncio.sleep(0)
     router = handle._router._asyncio_router
-    assert broadcast.strange_ingresses() == {}
+    assert broadcast.other_versions() == {}
     known = PowerOfTwoChoicesRequestRouter(deployment_id=ID, handle_source=DeploymentHandleSource.REPLICA)
     known.update_replicas(cast(Any, list(fronts.values())))
     router._request_router = known
@@ -69,7 +69,7 @@ async def test_ingresses_with_other_messages_are_not_called_and_told(monkeypatch
     assert {name: front.calls for name, front in fronts.items()} == {
         "same": [["argument"]], "later": [], "before": [],
     }  # fmt: skip
-    assert broadcast.strange_ingresses() == {"later": WIRE_VERSION + 1, "before": UNTOLD}
+    assert broadcast.other_versions() == {"later": WIRE_VERSION + 1, "before": UNTOLD}
     known.update_replicas(cast(Any, [fronts["same"]]))
-    assert broadcast.strange_ingresses() == {}
-    assert Broadcast(MagicMock(), "app", 1).strange_ingresses() == {}
+    assert broadcast.other_versions() == {}
+    assert Broadcast(MagicMock(), "app", 1).other_versions() == {}

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.config.app import AppConfig
 from serve_app.config.live import app_config
+from serve_app.ingress.services import Catalog
 from tests.serve_app.ingress.several import Checkpoint, Several
 
 OPERATOR = "wp-operator"
@@ -357,5 +358,34 @@ def test_live_settings_of_one_model_change_it_alone(checkpoint: Checkpoint) -> N
         assert [several.core(name).settings.policy for name in ("m0", "m1")] == ["round_robin", "estimated_ttft"]
         answer = await several.ask("/v1/chat/completions", {**CHAT, "model": "gpt-4o"})
         assert answer.json()["model"] == "m1"
+
+    asyncio.run(change())
+
+
+def test_a_tenant_of_the_database_keeps_its_budget_while_settings_change(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of new settings take time, and may be refused; what is spent meanwhile counts, at the prices in force."""
+    config = config_of("m0", tenants=[], prices={"m0": {"input": 1, "output": 1}})
+
+    async def change() -> None:
+        several = Several(checkpoint, config)
+        fields = {"budget": {"tokens": 100, "period": "day"}}
+        await several.registry.change("an operator", lambda edit: edit.add_tenant("added", fields))
+        services = several.models.served["m0"]
+        services.tenants_changed()
+        budgets = services.access.budgets
+        seen = []
+
+        async def refused(*_: object) -> None:
+            seen.append((budgets.prices["m0"].input, [one["tenant"] for one in await budgets.told(None)]))
+            raise ValueError("no such prompt")
+
+        monkeypatch.setattr(Catalog, "replace_prompts", refused)
+        changed = config_of("m0", tenants=[], prices={"m0": {"input": 9, "output": 9}})
+        with pytest.raises(ValueError, match="no such prompt"):
+            await services.configure(changed.served()["m0"])
+        assert seen == [(1, ["added"])]
+        assert budgets.prices["m0"].input == 1
 
     asyncio.run(change())

@@ -222,7 +222,7 @@ def test_no_route_answers_for_another_host(method: str, path: str) -> None:
 
 def test_health_is_told_to_probes_by_address_and_without_a_host() -> None:
     """As Kubernetes asks (the pod's address), a machine's own script, and HAProxy in HTTP/1.0."""
-    ready = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], strangers={})
+    ready = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={})
     services = services_of(AppConfig(allowed_hosts=[]), core=ready, connecting=SimpleNamespace(done=lambda: True))
     for host in ("10.1.2.3:8000", "localhost:8000", "127.0.0.1", "[::1]:8000"):
         assert get("/health", services, headers={"host": host}).status_code == 200
@@ -327,7 +327,7 @@ def test_vllms_names_are_served_where_they_are_asked_for(monkeypatch: pytest.Mon
 
 def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> None:
     """It stays green, because the earlier settings apply. Only operators see the refusal. (docs: cluster)"""
-    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"], strangers={})
+    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"], other_versions={})
     services = services_of(CLOSED, core=core, connecting=SimpleNamespace(done=bool))
     for done, knows, status in ((False, True, 503), (True, False, 503), (True, True, 200), (True, False, 200)):
         services.fleet.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
@@ -343,8 +343,8 @@ def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> No
 
 def test_health_tells_operators_of_replicas_and_ingresses_with_other_messages() -> None:
     """During an upgrade they are not called; that alone is no ill health. (docs: upgrade)"""
-    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], strangers={"old": 0})
-    broadcast = MagicMock(strange_ingresses=lambda: {"front": 2})
+    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={"old": 0})
+    broadcast = MagicMock(other_versions=lambda: {"front": 2})
     services = services_of(CLOSED, core=core, broadcast=broadcast, connecting=SimpleNamespace(done=lambda: True))
     assert get("/health", services).json() == {"status": "ok", "replicas": 1}
     told = get("/health", services, key=OPERATOR)
