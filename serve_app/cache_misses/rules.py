@@ -4,6 +4,7 @@
 """
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple
@@ -219,7 +220,7 @@ def _of_template(text: str, constants: Collection[str]) -> Iterator[Written]:
             continue
         kinds = (named for named, names in _NAMES.items() if names.search(name) and not _LASTING.search(name))
         kind: Difference = next(kinds, "text")
-        said = f"a placeholder: {CAUSES[kind]} (else: --constant '{name[:32]}')"
+        said = f"a placeholder: {CAUSES[kind]} (else: --constant {shlex.quote(name)})"
         yield Written(kind, match.start(), match.group()[:64], said)
     odd = list(_ODD_SPACES.finditer(text))
     if odd:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,15 @@ def test_an_open_place_at_the_end_costs_nothing_and_a_constant_never_changes(tmp
     file.write_text(f"You work for {{{{ company }}}}.\n{RULES.rstrip()}\n")
     assert only(lint(file)).reason == "text"
     assert lint(file, constants=("company",)).findings == []
+
+
+@pytest.mark.parametrize("name", ["company", "settings.company_that_this_clerk_works_for.name", "company | upper"])
+def test_the_option_that_a_finding_names_works_as_printed(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.md"
+    file.write_text(f"You work for {{{{ {name} }}}}.\n{RULES.rstrip()}\n")
+    printed = only(lint(file)).what.rpartition("(else: ")[2].removesuffix(")")
+    option, value = shlex.split(printed)
+    assert option == "--constant" and lint(file, constants=(value,)).findings == []
 
 
 def chat(system: str, question: str, **more: Any) -> dict[str, Any]:
