@@ -10,6 +10,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ReplicaState
 
 from router.protocol.request import NoReplicaLeft
 from router.protocol.version import mixes, version_of
@@ -114,12 +115,17 @@ class Broadcast:
             await asyncio.sleep(0.5)
 
 
-def is_starting(app_name: str, deployment: str) -> bool:
-    """Return whether replicas of a deployment are starting, and none of them has failed to; blocks."""
+def is_starting(app_name: str, deployment: str, *, unheard: bool = False) -> bool:
+    """Return whether replicas of a deployment are starting, and none of them has failed to; blocks.
+
+    ``unheard``: or whether one runs, for a router that has not heard of any yet. Serve tells its controller first.
+    """
     try:
         found = serve.status().applications[app_name].deployments[deployment]
     except (KeyError, RayError, RayServeException):
         return False
+    if unheard and found.replica_states.get(ReplicaState.RUNNING):
+        return True
     return found.status in ("UPDATING", "UPSCALING") and "Traceback" not in found.message
 
 

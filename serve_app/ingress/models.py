@@ -143,7 +143,10 @@ class Models:
         now_s = time.monotonic()
         asked_s, answer = self._starting.get(name, (-math.inf, None))
         if answer is None or now_s - asked_s > STARTING_S:
-            answer = asyncio.create_task(asyncio.to_thread(is_starting, *self.served[name].deployment))
+            core = self.served[name].fleet.core
+            unheard = not core.all_out and not core.other_versions  # else those that run cannot take the request
+            ask = asyncio.to_thread(is_starting, *self.served[name].deployment, unheard=unheard)
+            answer = asyncio.create_task(ask)
             self._starting[name] = now_s, answer
         return await asyncio.shield(answer)
 

@@ -85,13 +85,14 @@ def statuses(cluster: Cluster) -> dict[str, str]:
 
 @contextmanager
 def load(cluster: Cluster, model: str, who: str = "zeta") -> Iterator[list[int | str]]:
-    """Send requests of two of a tenant's clients to a model; yield the answers' statuses, or errors."""
+    """Send requests of two of a tenant's clients to a model; yield the answers' statuses, with the text of refusals."""
     stop, got = threading.Event(), list[int | str]()
 
     def client() -> None:
         while not stop.is_set():
             try:
-                got.append(ask(cluster, model, who).status_code)
+                answer = ask(cluster, model, who)
+                got.append(200 if answer.status_code == 200 else f"{answer.status_code} {answer.text}")
             except httpx.HTTPError as error:
                 got.append(repr(error))
 

@@ -10,9 +10,18 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve._private.router import AsyncioRouter, CurrentLoopRouter, SharedRouterLongPollClient
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    DeploymentStatusTrigger,
+    ReplicaState,
+    ServeStatus,
+)
 
 from router.protocol.version import UNTOLD, VERSION_METADATA, WIRE_VERSION
-from serve_app.ingress.broadcast import INGRESS_NAME, Broadcast
+from serve_app.ingress.broadcast import INGRESS_NAME, Broadcast, is_starting
 
 pytestmark = pytest.mark.anyio
 
@@ -73,3 +82,27 @@ async def test_ingresses_with_other_messages_are_not_called_and_told(monkeypatch
     known.update_replicas(cast(Any, [fronts["same"]]))
     assert broadcast.other_versions() == {}
     assert Broadcast(MagicMock(), "app", 1).other_versions() == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "states", "starting", "unheard"),
+    [
+        ("UPDATING", "", {"STARTING": 1}, True, True),
+        ("UPDATING", "Traceback", {"STARTING": 1}, False, False),
+        # Serve's status is ahead of its routers: the new replica runs, and no router has heard of it.
+        ("HEALTHY", "", {"RUNNING": 1}, False, True),
+        ("HEALTHY", "", {}, False, False),
+        ("UNHEALTHY", "", {"STOPPING": 1}, False, False),
+    ],
+)
+def test_a_request_waits_for_a_replica_that_starts_or_that_no_router_has_heard_of(
+    status: str, message: str, states: dict[str, int], starting: bool, unheard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trigger = DeploymentStatusTrigger.UNSPECIFIED
+    found = {ReplicaState(name).value: count for name, count in states.items()}
+    deployment = DeploymentStatusOverview(DeploymentStatus(status), trigger, found, message)  # type: ignore[arg-type]
+    app = ApplicationStatusOverview(ApplicationStatus.RUNNING, "", 0.0, {"Replica": deployment})
+    monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"app": app}))
+    assert is_starting("app", "Replica") == starting
+    assert is_starting("app", "Replica", unheard=True) == unheard
+    assert not is_starting("app", "Other", unheard=True)

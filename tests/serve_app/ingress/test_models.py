@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.config.app import AppConfig
 from serve_app.config.live import app_config
+from serve_app.ingress import models
 from serve_app.ingress.services import Catalog
 from tests.serve_app.ingress.several import Checkpoint, Several
 
@@ -328,6 +329,30 @@ def test_who_finds_no_place_while_the_first_replica_starts_is_told_when_to_come_
         assert answer.json()["error"]["code"] == "model_starting"
 
     asyncio.run(ask())
+
+
+def test_requests_wait_for_a_replica_that_runs_unless_it_is_known_not_to_take_them(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[bool]()
+
+    def is_starting(app: str, deployment: str, *, unheard: bool) -> bool:
+        asked.append(unheard)
+        return unheard
+
+    monkeypatch.setattr(models, "is_starting", is_starting)
+    monkeypatch.setattr(models, "STARTING_S", -1.0)
+
+    async def ask() -> None:
+        several = Several(checkpoint, config_of("m0"))
+        core = several.core("m0")
+        core.update_replicas([])
+        assert await several.models.starting("m0")
+        core.other_versions = {"r0": 0}
+        assert not await several.models.starting("m0")
+
+    asyncio.run(ask())
+    assert asked == [True, False]
 
 
 def test_adapters_are_loaded_on_a_named_model_under_a_name_that_no_other_has(checkpoint: Checkpoint) -> None:
