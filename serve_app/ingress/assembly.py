@@ -78,6 +78,7 @@ from serve_app.stored import (
     open_database,
 )
 from serve_app.tenancy.registry import TenantRegistry
+from serve_app.tenancy.weights import post_weights
 from serve_app.tenants import Tenants, load_secret, own_state_dir
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing import Tracer, open_tracer
@@ -379,6 +380,7 @@ async def _make_model(
         several=several,
     )
     observers.ended.append(FinalSessions(services.close_sessions).ended)
+    services.fleet.posting = run_in_background(partial(post_weights, board, common.admin.registry))
     return services
 
 

@@ -111,7 +111,8 @@ class Catalog:
 class Fleet:
     """A model's replicas and the other ingresses. ``connecting`` is done once they answer.
 
-    ``board``: the name of the notice board; ``prefix``: of its figures for autoscaling.
+    ``board``: the name of the notice board; ``prefix``: of its figures for autoscaling. ``posting``: what the replicas
+    learn of tenants.
     """
 
     core: RoutingCore
@@ -121,6 +122,7 @@ class Fleet:
     sessions: SessionList
     board: str = ""
     prefix: str = ""
+    posting: asyncio.Task[None] | None = None
     _synced: bool = False
 
     def ready(self) -> bool:

@@ -1,5 +1,7 @@
 """A replica's grammars: compiled in separate threads, in turns of tenants, before requests reach the engine."""
 
+from collections.abc import Mapping
+
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.config.app import AppConfig
 from serve_app.fairness.queue import FairWorkers
@@ -13,7 +15,12 @@ class ReplicaMatchers:
 
     def __init__(self, config: AppConfig, info: CheckpointInfo) -> None:
         self._matchers = Matchers(GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids))
-        self._workers = FairWorkers(Shares(config.cache_shares), threads=2)
+        self._shares = Shares(config.cache_shares)
+        self._workers = FairWorkers(self._shares, threads=2)
+
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """Use these weights of tenants from now on."""
+        self._shares.set_weights(shares)
 
     async def matcher(self, grammar: str, tenant: str) -> AnswerMatcher:
         """Return a new matcher for one answer. Raises GrammarError."""

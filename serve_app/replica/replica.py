@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -43,6 +43,7 @@ from serve_app.engine.protocol import (
     SamplingParams,
     to_wire,
 )
+from serve_app.notices import board_name
 from serve_app.reconfigure import LiveSettings
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.data_parallel import gang_rank
@@ -58,6 +59,7 @@ from serve_app.replica.seats import Seats
 from serve_app.replica.session_gate import SessionGate
 from serve_app.replica.token_channel import TokenSender, TokenStream
 from serve_app.structured.compiler import GrammarError
+from serve_app.tenancy.weights import TenantWeights
 from serve_app.tenants import forget_secret
 from serve_app.tracing import ReplicaTrace, open_tracer
 
@@ -124,7 +126,11 @@ class Replica:
         if not self._config.engine_traits.external:  # no strange server is warmed up, and none may be there yet
             await self._warm_up(max(1, tokens), info.vocab_size, new_tokens=1 if from_zero else 4)
         self._gate = SessionGate(self._engine, self._config)
-        self._ending.callback(run_in_background(self._gate.run).cancel)
+        self._weights = TenantWeights(self._config.cache_shares, self._use_weights)
+        context = serve.get_replica_context()
+        board = board_name(context.app_name, context.deployment)
+        for work in (self._gate.run, partial(self._weights.follow, board)):
+            self._ending.callback(run_in_background(work).cancel)
         await self._lifecycle.join()
         for work in (self._reporter.run, partial(tell_caches, self._engine, self._feed), self._running.watch):
             self._ending.callback(run_in_background(work).cancel)
@@ -260,10 +266,14 @@ class Replica:
         await self._ending.aclose()
 
     async def _configure(self, config: AppConfig) -> None:
-        await asyncio.to_thread(self._engine.set_tenant_shares, config.cache_shares)
+        await self._weights.declare(config.cache_shares)
         if isinstance(self._engine, ExternalEngine):
             self._engine.set_workers(config.workers)
-        self._gate.set_shares(config.cache_shares)
+
+    async def _use_weights(self, weights: Mapping[str, float]) -> None:
+        await asyncio.to_thread(self._engine.set_tenant_shares, weights)
+        self._gate.set_shares(weights)
+        self._matchers.set_shares(weights)
 
     def _load(self) -> LoadReport:
         """Return the engine's load with the replica's own fields."""

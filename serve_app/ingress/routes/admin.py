@@ -34,8 +34,7 @@ async def tenants(request: Request, services: Front) -> Response:
 async def add_tenant(request: Request, services: Front) -> Response:
     """Add a tenant, with the fields of one in the settings. It has no key yet.
 
-    Changes hold on every ingress within two seconds, and after restarts. Replicas learn a `cache_share` from the
-    settings alone: one that is set here counts where requests wait, and in the cache as 1.
+    Changes hold on every ingress within two seconds, a `cache_share` on every replica within five, and after restarts.
     """
     desk, operator = _desk(request, services)
     return json_response(await desk.add_tenant(operator, await services.body(request)))
