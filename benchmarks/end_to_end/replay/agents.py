@@ -69,7 +69,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of both servers")
     parser.add_argument("--against", action="append", default=[], metavar="KEY=VALUE", help="only of the second server")
-    parser.add_argument("--flood", type=int, default=0, help="sessions of one request that another tenant opens")
+    parser.add_argument(
+        "--flood", type=int, default=0, help="sessions that another tenant opens, with lies in all hints"
+    )
     return parser.parse_args(arguments)
 
 
@@ -132,7 +134,16 @@ def make_load(sessions: Sequence[AgentSession], text: TraceText, options: argpar
         traced.append(TraceRequest(0.0, FLOOD_IDS * TRACE_BLOCK_TOKENS, 1, ids, FLOODER))
     shots, flags = with_tenants(trace_shots(traced, text, options, {}))
     shots = [replace(shot, body=shot.body | {"ignore_eos": True}) for shot in shots]
-    return ReplayLoad(sessions, dict(zip(requests, shots, strict=False)), shots[len(requests) :], flags)
+    flood = [replace(shot, body=shot.body | _lies(number)) for number, shot in enumerate(shots[len(requests) :])]
+    return ReplayLoad(sessions, dict(zip(requests, shots, strict=False)), flood, flags)
+
+
+def _lies(number: int) -> dict[str, Any]:
+    """Return hints of a flooding session: urgent, long (but it stops early), another one's child, never closed."""
+    named = {"session_id": f"flood {number}", "parent_session_id": f"flood {number ^ 1}"}
+    hints = {"osl": 1 << 40, "priority": 1 << 30}
+    nvext = {"agent_context": named, "agent_hints": hints}
+    return {"nvext": nvext, "service_tier": "priority", "max_tokens": 512, "stop": [" ", "e"]}
 
 
 async def ideal_times(url: str, load: ReplayLoad) -> tuple[list[float], float]:

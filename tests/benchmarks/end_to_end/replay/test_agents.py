@@ -116,6 +116,9 @@ def test_prompts_repeat_as_the_trace_says_and_tenants_have_their_own_keys(
     keys = {shot.api_key: shot.tenant for shot in [*load.shots.values(), *load.flood]}
     assert sorted(keys.values()) == ["flooder", *(f"tenant-{number}" for number in range(4))]
     assert len({shot.body["prompt"] for shot in load.flood}) == 3
+    lies = [shot.body["nvext"]["agent_context"] for shot in load.flood]
+    assert len({lie["session_id"] for lie in lies}) == 3
+    assert lies[0]["parent_session_id"] == lies[1]["session_id"]
     assert all(name in load.flags[0] for name in keys.values())
     assert not any(key in load.flags[0] for key in keys)
 
