@@ -203,6 +203,7 @@ class BatchCluster:
         """Wait until a batch's line may start, by the front door's rule, and none of the others waits at a replica."""
         while True:
             if self.door.is_quiet("batch", self.asking) and self.core.waiting() <= self.asking:
+                self.asking += 1  # at once, as the server counts: many may start before the first of them runs
                 return
             await asyncio.sleep(0.02)
 
@@ -224,7 +225,6 @@ async def batch(cluster: BatchCluster, *, in_order: bool) -> None:
     async def work(at: int) -> None:
         prompt, number = lines[at]
         ids = np.concatenate([prompts[prompt], tokens(f"question {number}", workload.question_tokens)])
-        cluster.asking += 1
         await cluster.ask(f"line {number}", "batch", ids, workload.answer_tokens, FLEX)
         cluster.asking -= 1
 

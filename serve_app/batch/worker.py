@@ -109,8 +109,8 @@ class BatchWorker:
     lanes: Callable[[], int]
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """By id of the batch."""
-    asking: int = 0
-    """Lines in progress."""
+    _asking: list[Counter[str]] = field(default_factory=list)
+    """By batch, the lines in progress by model."""
     _tenants: dict[str, str] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _loop: asyncio.Task[None] | None = None
@@ -119,6 +119,11 @@ class BatchWorker:
 
     def __post_init__(self) -> None:
         self.name = f"{self.name} {secrets.token_hex(4)}"
+
+    @property
+    def asking(self) -> Counter[str]:
+        """The lines in progress by model, as they name it."""
+        return sum(self._asking, Counter[str]())
 
     def start(self) -> None:
         """Begin to look for batches."""
@@ -332,22 +337,31 @@ class BatchWorker:
         left = [number for number in range(len(run.lines)) if number not in done]
         run.left = len(left)
         groups = grouped([run.lines[number].beginnings for number in left])
+        asking = Counter[str]()
 
         async def quiet(at: int) -> None:
             model = run.lines[left[at]].model
             while not self.quiet(run.tenant, model):
                 if run.urgent is None and run.is_late(self.batches.objects.now_s()):
                     run.urgent = left[at]  # or others' requests could hold all of it up until it expires
-                    return
+                    break
                 await asyncio.sleep(QUIET_S)
+            asking[model] += 1  # at once: many lines may start before the first of them runs
+
+        async def ask(at: int) -> None:
+            try:
+                await self._ask(run, left[at])
+            finally:
+                asking[run.lines[left[at]].model] -= 1
 
         runner = LineRunner(
-            lambda at: self._ask(run, left[at]),
+            ask,
             lambda: max(1, self.at_once() // max(1, len(self.running))),
             self.lanes,
             quiet,
         )
         work = asyncio.create_task(runner.run(groups))
+        self._asking.append(asking)
         try:
             while not work.done():
                 if run.batch.status == "cancelling":
@@ -359,6 +373,7 @@ class BatchWorker:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
+            self._asking = [counts for counts in self._asking if counts is not asking]
         work.result()
 
     async def _ask(self, run: _Run, number: int) -> None:
@@ -366,7 +381,6 @@ class BatchWorker:
         request, batch = await _patient(lambda: self._request(run, number)), run.batch
         request_id = f"req_{secrets.token_hex(12)}"
         body = msgspec.json.encode({name: value for name, value in request.body.items() if name not in _STREAMING})
-        self.asking += 1
         faults = 0
         try:
             while True:
@@ -378,7 +392,6 @@ class BatchWorker:
                     break
                 await asyncio.sleep(min(said.retry_after_s or faults, LONGEST_PAUSE_S))
         finally:
-            self.asking -= 1
             if number == run.urgent:
                 run.urgent = None
         run.left -= 1

@@ -19,7 +19,7 @@ from serve_app.fairness.rate_limits import Allowance, TenantLimits
 from serve_app.fairness.shares import Budget, Shares
 
 ALONE_AFTER_S = 10.0
-BESIDE_PART = 96
+BESIDE_PART = 16
 """Work that can wait has one place in this many while others are answered."""
 _FIRST_GUESS = 0.25
 """Uncached tokens per byte of body, for a new tenant."""
@@ -88,13 +88,14 @@ class FrontDoor:
         return {"refusal": None, "wait": None if reason is None else reason.shown()}
 
     def is_quiet(self, tenant: str, asking: int) -> bool:
-        """Return whether work that can wait may start now, beside ``asking`` requests of it.
+        """Return whether work that can wait may start now, beside ``asking`` requests of it, here or on their way.
 
         Nobody waits, and a quarter of the places stays free. While others are answered, or came some seconds ago, it
         has few, because each slows their tokens down. The tenant keeps half of its own limits for its other requests.
         """
-        places, running = self.places(), self._line.running(None)
-        others = max(0, running - asking)
+        places, yielding = self.places(), self._line.yielding
+        others = self._line.running(None) - yielding
+        running = others + max(asking, yielding)
         alone = not others and self._clock() - self._others_s > ALONE_AFTER_S
         most = places * 3 // 4 if alone else others + places // BESIDE_PART
         return not self._line.waiting() and running < max(1, most) and not self._limits.half_used(tenant)

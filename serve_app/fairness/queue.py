@@ -163,12 +163,14 @@ class Place:
     _line: WaitingLine
     tenant: str
     units: int
+    yields: bool
 
     def give_back(self, units: int | None = None) -> None:
         """Return units; None: all that are left. Without any left, this has no effect."""
         units = self.units if units is None else min(units, self.units)
         if units:
             self.units -= units
+            self._line.yielding -= units * self.yields
             self._line._budget.give_back(self.tenant, units)
             self._line._grant()
 
@@ -189,6 +191,8 @@ class WaitingLine:
         self._budget = budget
         self._queue: TenantQueue[_Waiter] = TenantQueue(lambda _: quantum, clock, attrgetter("order"))
         self._clock = clock
+        self.yielding = 0
+        """The held units of work that yields (``YIELDING_ORDER``)."""
         self.waits = Histogram(WAIT_BUCKETS_S)
         """The seconds that requests waited, if they had to."""
         self._pace_s = defaultdict[str, Mean](lambda: Mean(_WEIGHT))
@@ -242,9 +246,10 @@ class WaitingLine:
     def _start(self, tenant: str, waiter: _Waiter) -> None:
         if waiter.granted.cancelled():  # the waiting caller was cancelled and has not run yet
             return
-        units = self._units(tenant, waiter)
+        units, yields = self._units(tenant, waiter), waiter.order >= YIELDING_ORDER
         self._budget.take(tenant, units)
-        waiter.granted.set_result(Place(self, tenant, units))
+        self.yielding += units * yields
+        waiter.granted.set_result(Place(self, tenant, units, yields))
 
     def _leave(self, tenant: str, waiter: _Waiter) -> None:
         granted = waiter.granted

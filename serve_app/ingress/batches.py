@@ -62,10 +62,14 @@ class BatchDesk:
 
     def _quiet(self, tenant: str, model: str) -> bool:
         """Return whether a line for a model may start now: nobody waits there; for an unknown name: anywhere."""
-        model = self.aliases().get(model, model)
-        gates = [gate for gate in self.gates if gate.serves(model)] or self.gates
-        asking = self.worker.asking
-        return all(gate.door.is_quiet(tenant, asking) and gate.waiting() <= asking for gate in gates)
+        aliases, asking = self.aliases(), self.worker.asking
+
+        def is_quiet(gate: ModelGate) -> bool:
+            own = sum(lines for name, lines in asking.items() if gate.serves(aliases.get(name, name)))
+            return gate.door.is_quiet(tenant, own) and gate.waiting() <= own
+
+        gates = [gate for gate in self.gates if gate.serves(aliases.get(model, model))] or self.gates
+        return all(map(is_quiet, gates))
 
     async def _ask(self, tenant: str, path: str, body: bytes, request_id: str, waits: bool) -> Said:
         """Answer a request as the application would. Every rule holds; if it ``waits``, it does for all other work."""

@@ -39,7 +39,9 @@ def lines() -> str:
 
 def test_killed_replicas_ingresses_and_a_killed_head_lose_and_repeat_no_line(tmp_path: Path) -> None:
     """They die one by one while batches run, the whole instance in between; each line has one result. docs: batch"""
-    file, rng = tmp_path / "responses.sqlite", random.Random(2026)
+    file, seed = tmp_path / "responses.sqlite", random.randrange(2**32)
+    print(f"{seed = }")  # each run kills at other moments
+    rng = random.Random(seed)
     settings = *SIMULATED.split(), f"--set=responses_file={file}", "--set=simulated_decode_step_s=0.05"
     killed: Counter[str] = Counter()
     batch_id = ""

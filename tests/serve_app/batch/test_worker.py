@@ -331,6 +331,33 @@ def test_a_batch_that_is_late_waits_for_nobody_with_one_line(
     asyncio.run(run())
 
 
+def test_lines_count_from_their_start(tmp_path: Path) -> None:
+    """Many of one beginning are free at once, and none of them has been asked for yet: no more start than may."""
+
+    async def run() -> tuple[int, int]:
+        await submitted(tmp_path / "f", None, TENANTS[:1])
+        running, most = 0, 0
+
+        async def ask(tenant: str, path: str, body: bytes, request_id: str, waits: bool) -> Said:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.001)
+            running -= 1
+            return Said(200, b"{}")
+
+        def quiet(*_: object) -> bool:
+            return one.asking.total() < 3
+
+        one = BatchWorker(opened(tmp_path / "f", None), "one", ask, bool, quiet, lambda: 64, lambda: 2)
+        one.start()
+        await until(lambda: ended(tmp_path / "f", None))
+        await one.stop()
+        return most, one.asking.total()
+
+    assert asyncio.run(run()) == (3, 0)
+
+
 def test_the_last_try_of_a_line_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have failed because others let it wait for too long."""
     monkeypatch.setattr(kills, "LINES", FEW)

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from serve_app.errors import RateLimited
-from serve_app.fairness.front_door import Arrival, FrontDoor
+from serve_app.fairness.front_door import BESIDE_PART, Arrival, FrontDoor
+from serve_app.fairness.queue import YIELDING_ORDER
 from serve_app.fairness.shares import Shares
 
 MIB = 1 << 20
@@ -45,6 +46,28 @@ def test_a_tenant_within_its_share_is_not_blamed_for_a_full_queue() -> None:
     assert "your requests" not in str(refused.value)
     for arrival in inside:
         arrival.release()
+
+
+@pytest.mark.anyio
+async def test_work_that_can_wait_is_beside_a_long_answer_however_many_of_it_are_on_their_way() -> None:
+    """Nobody came for a long time, but one is answered: what has started and is not here yet is not that one."""
+    now_s = 0.0
+    door = FrontDoor(Shares({}), places=lambda: 4 * BESIDE_PART, max_waiting=8, max_bytes=MIB, clock=lambda: now_s)
+    with door.arrive("a") as arrival:
+        await arrival.turn(1)
+        long = arrival.hand_over()
+    now_s = 60.0
+    assert [door.is_quiet("batch", asking) for asking in range(6)] == [True] * 4 + [False] * 2
+    here = []
+    for _ in range(3):
+        with door.arrive("batch") as arrival:
+            await arrival.turn(1, YIELDING_ORDER, flex=True)
+            here.append(arrival.hand_over())
+    assert [door.is_quiet("batch", asking) for asking in (3, 4)] == [True, False]
+    long.give_back()
+    assert [door.is_quiet("batch", asking) for asking in (3, 3 * BESIDE_PART - 1, 3 * BESIDE_PART)] == [
+        True, True, False
+    ]  # fmt: skip
 
 
 @pytest.mark.anyio
