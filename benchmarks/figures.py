@@ -42,12 +42,12 @@ def _ttft(found: Results) -> str:
 
 def _affinity(found: Results) -> str:
     ours, other = (found[f"{policy}, pulls off"] for policy in ("estimated_ttft", "power_of_two"))
-    return f"**{ours['served_from_cache']:.0%}**; power of two: {other['served_from_cache']:.0%}"
+    return f"**{ours['served_from_cache']:.0%}**; Serve's own router: {other['served_from_cache']:.0%}"
 
 
 def _trace(found: Results) -> str:
     ours, ray = (found[policy]["ttft_mean_s"] for policy in ("estimated_ttft", RAY_PREFIX))
-    return f"**{ours:.1f} s**; Ray's prefix rule: {ray:.1f} s"
+    return f"**{ours:.1f} s**; Ray's prefix router: {ray:.1f} s"
 
 
 def _agents(found: Results) -> str:

@@ -74,11 +74,12 @@ class MissDetector:
         arrived_s: float,
         now_s: float,
         usage: RequestUsage | None = None,
+        texts: Sequence[str] = (),
     ) -> asyncio.Task[Miss] | None:
         """Remember a prompt at its first token. Return a task for a miss's explanation, else None.
 
-        ``usage``: of the answer, which continues. A request that leaves nothing in the cache is neither remembered nor
-        explained.
+        ``usage``: of the answer, which continues. ``texts``: of the prompt's messages. A request that leaves nothing in
+        the cache is neither remembered nor explained.
         """
         if not generation.store_kv:
             return None
@@ -88,7 +89,7 @@ class MissDetector:
             if self._under_way[tenant] < MAX_AT_ONCE:
                 self._under_way[tenant] += 1
                 earlier = [seen for seen in self.memory.prompts(tenant) if seen.seen_s < arrived_s]
-                task = asyncio.create_task(self._explain(tenant, prompt, cached_tokens, earlier))
+                task = asyncio.create_task(self._explain(tenant, prompt, cached_tokens, earlier, texts))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             else:
@@ -97,11 +98,11 @@ class MissDetector:
         return task
 
     async def _explain(
-        self, tenant: str, prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt]
+        self, tenant: str, prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt], texts: Sequence[str]
     ) -> Miss:
         try:
             miss = await self.workers.run(
-                tenant, prompt.ids.nbytes, explain, prompt, cached_tokens, earlier, self.decode
+                tenant, prompt.ids.nbytes, explain, prompt, cached_tokens, earlier, self.decode, texts
             )
         except Exception:  # an answer must not fail with its explanation
             logger.exception("a miss could not be explained")

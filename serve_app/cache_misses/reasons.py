@@ -26,6 +26,8 @@ OPENING_TOKENS = 8
 """A template that opens reasoning ends a prompt with up to this many tokens, which the next prompt lacks."""
 GRAM = 8
 """This many equal tokens identify the same place in two prompts."""
+HEAD_CHARS = 64
+"""A message is found in a prompt by this many characters at its beginning."""
 LONG_TOKENS, SAMPLED_PART = 2048, 8
 """Prompts of this length are compared only with prompts that share a gram from a sample of an eighth."""
 BEFORE_TOKENS, BEHIND_TOKENS = 64, 1024
@@ -69,7 +71,10 @@ class SeenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """A prompt's first difference. ``line``: from 1. ``found``: the text there, at most 64 characters."""
+    """A prompt's first difference. ``line``: of its message, from 1. ``found``: the text there, at most 64 characters.
+
+    ``token``, ``char``: of the prompt as the chat template writes it.
+    """
 
     part: Literal["system", "messages"]
     token: int
@@ -97,10 +102,13 @@ def is_miss(prompt_tokens: int, cached_tokens: int) -> bool:
     return missed >= MIN_MISSED_TOKENS and missed * MISSED_PART >= prompt_tokens
 
 
-def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt], decode: Decode) -> Miss:
+def explain(
+    prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt], decode: Decode, texts: Sequence[str] = ()
+) -> Miss:
     """Return the reason for a prompt's miss beyond ``cached_tokens``.
 
-    ``earlier``: its tenant's prompts that were answered before it arrived. O(remembered tokens), in numpy.
+    ``earlier``: its tenant's prompts that were answered before it arrived. ``texts``: of its messages, if it has any.
+    O(remembered tokens), in numpy.
     """
     common = {seen: common_tokens(prompt.ids, seen.ids) for seen in earlier}
     siblings = [seen for seen in earlier if seen.cache == prompt.cache]
@@ -124,7 +132,7 @@ def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt
             continue
         lost_tokens = equal_behind(prompt.ids, seen.ids, common[seen])
         if lost_tokens >= MIN_LOST_TOKENS:
-            reason, place = _difference(prompt, seen, common[seen], decode)
+            reason, place = _difference(prompt, seen, common[seen], decode, texts)
             return Miss(reason, lost_tokens, place)
     return Miss("never_seen", 0)
 
@@ -133,6 +141,22 @@ def equal_behind(new: TokenArray, old: TokenArray, start: int) -> int:
     """Return the number of tokens of ``new`` from ``start`` on that are in a gram of ``old`` from ``start`` on."""
     equal = np.isin(_grams(new[start:]), _grams(old[start:]))
     return int(np.count_nonzero(np.convolve(equal, np.ones(GRAM)))) if equal.any() else 0
+
+
+def line_in_message(prompt: str, char: int, texts: Sequence[str]) -> int:
+    """Return the line of a prompt's character in its message, from 1; the lines of the chat template do not count.
+
+    ``texts``: of the messages in their order; a template may leave some out, or the space around them.
+    """
+    begin = end = space = 0
+    for text in texts:
+        inner = text.strip()
+        found = prompt.find(inner[:HEAD_CHARS], end) if inner else -1
+        if found > char:
+            break
+        if found >= 0:
+            begin, end, space = found, found + len(inner), text.count("\n", 0, text.index(inner))
+    return prompt.count("\n", begin, char) + space + 1
 
 
 def _sample(ids: TokenArray, part: int) -> set[int]:
@@ -150,13 +174,15 @@ def _grams(ids: TokenArray) -> npt.NDArray[np.uint64]:
     return hashes
 
 
-def _difference(prompt: SeenPrompt, seen: SeenPrompt, token: int, decode: Decode) -> tuple[MissReason, FirstDifference]:
+def _difference(
+    prompt: SeenPrompt, seen: SeenPrompt, token: int, decode: Decode, texts: Sequence[str]
+) -> tuple[MissReason, FirstDifference]:
     start = max(0, token - BEFORE_TOKENS)
     before = decode(prompt.ids[:start].tolist())
     new, old = (decode(known.ids[start : token + BEHIND_TOKENS].tolist()) for known in (prompt, seen))
     at = first_difference(new, old)
     char = len(before) + at
-    line = before.count("\n") + new.count("\n", 0, at) + 1
+    line = line_in_message(before + new, char, texts)
     part: Literal["system", "messages"] = "system" if char < prompt.system_chars else "messages"
     # A reader looks for the beginning of the value, not for its first changed digit.
     return classify(new, old, at), FirstDifference(part, token, char, line, value_there(new, at))

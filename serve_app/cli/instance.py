@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from serve_app.checkpoints.demo_model import RECIPES
 from serve_app.checkpoints.sources import SMOLLM2
@@ -88,10 +89,20 @@ def _write_to(log: str) -> None:
 
 
 @contextmanager
-def _step(console: Console, subject: str) -> Iterator[None]:
-    with console.status(f"{subject}: starting"):
+def _elapsed(console: Console, words: str) -> Iterator[None]:
+    """Show a terminal what is waited for, and for how long already."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(words)
         yield
-    console.print(f"{subject}: started")
+
+
+@contextmanager
+def _step(console: Console, subject: str) -> Iterator[None]:
+    begun_s = time.monotonic()
+    with _elapsed(console, f"{subject}: starting"):
+        yield
+    console.print(f"{subject}: started in {time.monotonic() - begun_s:.0f} s")
 
 
 @contextmanager
@@ -117,7 +128,7 @@ def _serving(settings: AppConfig, launch: Launch, console: Console) -> Iterator[
             ray_serve.run_many([target], wait_for_applications_running=False)
             for name, why in _wait_until_running(served, settings, logs).items():
                 console.print(f"{name} does not start, and the others are served: {why}", style="red")
-        with console.status("[4/4] waiting for /health"):
+        with _elapsed(console, "[4/4] waiting for /health"):
             _wait_healthy(f"{launch.url}/health", logs)
         console.print(f"[4/4] ready after {time.monotonic() - started_s:.0f} s; logs: {logs}")
         yield

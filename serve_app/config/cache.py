@@ -67,7 +67,7 @@ class CacheSection(BaseModel):
         3600.0,
         ge=0,
         description="longest wait of a new or cold request for space beside the contexts of sessions that will soon "
-        "return; 0: no wait",
+        "return, and at most half of request_timeout_s; 0: no wait",
     )
     max_holders: int = Field(
         DEFAULTS.scoring.max_holders,

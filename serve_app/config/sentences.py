@@ -69,7 +69,9 @@ def sentence(error: ErrorDetails, settings: type[BaseModel]) -> str:
     expected = _TYPES.get(kind.partition("_")[0])
     if expected is not None:
         near = get_close_matches(str(error["input"]).lower(), ("true", "false"), n=1) if kind.startswith("bool") else []
-        field = settings.model_fields.get(str(where[0])) if len(where) == 1 else None
+        # A map's own description has an example of it.
+        owner = settings if len(where) == 1 else _model_of(where, settings) if kind == "model_type" else None
+        field = owner.model_fields.get(str(where[-1])) if owner is not None else None
         about = f" ({field.description})" if field is not None and field.description else ""
         return f"must be {expected}{about}" + (f"; did you mean {near[0]}?" if near else "")
     return error["msg"].removeprefix("Value error, ")

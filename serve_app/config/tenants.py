@@ -108,7 +108,9 @@ class TenantConfig(BaseModel):
         None, ge=1, description="tokens of prompts, cached or not, and of answers; a request reserves its max_tokens"
     )
     budget: BudgetConfig | None = Field(
-        None, description="what it may spend in a day or month, over all ingresses: `{tokens: 5000000, period: day}`"
+        None,
+        description="what it may spend in a day or month, over all ingresses: `{tokens: 5000000, period: day}`; "
+        "by minute: tokens_per_minute",
     )
     store_kv: bool = Field(True, description="false: its requests only read the cache")
     cache_share: float = Field(1.0, gt=0, le=1000, description="weight of the tenant's share of each KV pool")

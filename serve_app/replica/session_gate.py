@@ -46,6 +46,7 @@ class _Waiting:
     arrival_s: float
     served_tokens: float
     cached_tokens: Callable[[], int]
+    until_s: float
 
 
 @dataclass(eq=False)
@@ -64,17 +65,21 @@ class Admission:
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
     _waits_s: Histogram = field(default_factory=lambda: Histogram(WAIT_BUCKETS_S))
 
-    def waits(self, session: Session, needed_tokens: int, cached_tokens: Callable[[], int]) -> bool:
+    def waits(
+        self, session: Session, needed_tokens: int, cached_tokens: Callable[[], int], timeout_s: float = math.inf
+    ) -> bool:
         """Return whether a session's request waits until ``admitted`` returns it. ``needed_tokens``: to compute.
 
         Call ``admitted`` at once, because there may be space. ``cached_tokens``: returns its prompt's cached tokens.
+        ``timeout_s``: its time until it fails; half of it is for the answer.
         """
         now_s = self.clock()
         session.serve(needed_tokens, now_s)
         if not self.wait_s or needed_tokens * SMALL_PART <= self.pool_tokens or 2 * needed_tokens <= session.tokens:
             return False
         self.sessions.set_waiting(session, waits=True)
-        self._waiting[session.running] = _Waiting(session, now_s, session.served(now_s), cached_tokens)
+        until_s = now_s + min(self.wait_s, timeout_s / 2)
+        self._waiting[session.running] = _Waiting(session, now_s, session.served(now_s), cached_tokens, until_s)
         return True
 
     @property
@@ -124,7 +129,7 @@ class Admission:
             passed = sums[bisect_right(services, MUCH * session.served(now_s))]
             # Not ``verdict``: within its share it also takes the space of others' sessions that wait for their return.
             fits = held_tokens - passed + tokens <= room or held[tenant] - passed + tokens <= share[tenant]
-            if fits or not held or idle_s >= tokens / pace or waiting.arrival_s + self.wait_s <= now_s:
+            if fits or not held or idle_s >= tokens / pace or waiting.until_s <= now_s:
                 idle_s = 0.0
                 started.append(request_id)
                 self._waits_s.observe(now_s - waiting.arrival_s)
@@ -152,7 +157,7 @@ class Admission:
             return math.inf
         pace, waiting = self.sessions.pace(), self._waiting.values()
         idle_s = self.sessions.busy_until_s() + min(one.session.own_tokens for one in waiting) / pace
-        return min([min(one.arrival_s for one in waiting) + self.wait_s, idle_s, self.sessions.next_end_s()])
+        return min([min(one.until_s for one in waiting), idle_s, self.sessions.next_end_s()])
 
 
 MOST_TOLD = 200
@@ -241,7 +246,8 @@ class SessionGate:
         )  # fmt: skip
         decision = request.decision
         pulled_tokens = decision.pull_tokens if decision is not None and decision.pull_from else 0
-        if not self._admission.waits(session, prompt_tokens - max(known, pulled_tokens), cached_tokens):
+        needed_tokens = prompt_tokens - max(known, pulled_tokens)
+        if not self._admission.waits(session, needed_tokens, cached_tokens, request.timeout_s):
             return None
         held = self._held[request.request_id] = RemoteKv(known)
         self._admit()

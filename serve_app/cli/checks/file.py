@@ -159,7 +159,7 @@ def _settings(document: _Document, place: Location, values: Any, place_of_run: R
             yield document.mistake((*place, *where), sentence)
         return
     look = Look(place_of_run, config)
-    found = list(findings(look, "settings", "model"))
+    found = list(findings(look, "settings", "model", *(["files"] if place_of_run == "here" else ())))
     for finding in found:
         yield document.at((*place, *_steps(finding.subject)), finding)
     for note in () if found else findings(look, "template"):

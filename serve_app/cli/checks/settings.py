@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,8 @@ def _there(settings: AppConfig, place: RunPlace) -> bool:
     """Return whether to look at the checkpoint now."""
     path = Path(settings.model).expanduser()
     by_name = settings.model in BUILT_IN or is_hub_id(settings.model)
+    if place == "here" and not path.exists() and not by_name and get_close_matches(settings.model, BUILT_IN):
+        return True  # a built-in one's name, with a mistake
     return place == "start" or path.is_dir() or not (by_name or path.is_file() or not _looks_into(path, place))
 
 
@@ -204,6 +207,8 @@ def written_files(look: Look) -> Iterator[Finding]:
     for name in ("usage_file", "responses_file"):
         if (given := getattr(look.settings, name)) is not None:
             file = given.expanduser().absolute()
+            if not _looks_into(given.parent, look.place):
+                continue
             if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
                 yield problem(name, f"{name}={file} is no file that this user may write; name another one")
 

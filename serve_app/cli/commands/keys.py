@@ -24,7 +24,7 @@ def make(context: typer.Context) -> None:
     """Make an operator's key; `keys new NAME` makes a tenant's. The other commands ask an instance that runs."""
     if context.invoked_subcommand is None:
         key, digest = make_api_key()
-        print(f"key     {key}\nsha256  {digest}")
+        print(f"key: {key}\nsha256: {digest}")
         print(f'\n# an operator\'s; in the settings:\noperator_key_sha256: ["{digest}"]')
         print("# a tenant's: warmpath keys new NAME")
 

@@ -208,4 +208,5 @@ def _show(prompt: dict[str, Any]) -> None:
         if version.get("advice"):
             print(f"    {version['advice']}")
     for held in prompt.get("warm", ()):
-        print(f"  warm on {len(held['replicas'])} replicas: {', '.join(held['replicas'])}")
+        number = len(held["replicas"])
+        print(f"  warm on {number} replica{'s' if number > 1 else ''}: {', '.join(held['replicas'])}")

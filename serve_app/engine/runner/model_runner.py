@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
 from serve_app.engine.adapter_slots import LoadedAdapters
@@ -207,6 +208,7 @@ def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> None:
 def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """Load a checkpoint onto ``device``. Raises UnsupportedModel for missing weights, which would be random."""
     model: torch.nn.Module
+    disable_progress_bar()  # it would write over what the caller shows
     model, report = AutoModelForCausalLM.from_pretrained(
         str(path), dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True
     )

@@ -212,7 +212,10 @@ def observe_misses(observers: Observers, misses: MissDetector, book: AdviceBook)
     def explain(answer: AnswerMeter, index: int, cached_tokens: int) -> None:
         if index % answer.request.n == 0:
             now_s = answer.last_s[index]
-            miss = misses.observe(answer.generations[index], cached_tokens, answer.arrived_s, now_s, answer.usage)
+            request, generation = answer.request, answer.generations[index]
+            messages = request.messages if isinstance(request, ChatRequest) else ()
+            texts = [str(message["content"] or "") for message in messages]
+            miss = misses.observe(generation, cached_tokens, answer.arrived_s, now_s, answer.usage, texts)
             if miss is not None:
                 miss.add_done_callback(partial(explained, answer, index))
             if miss is not None and answer.request.cache_diagnostics and index == 0:

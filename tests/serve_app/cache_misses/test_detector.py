@@ -14,7 +14,15 @@ from msgspec import structs
 from router.protocol.block_hash import PrefixScope
 from serve_app.cache_misses import detector
 from serve_app.cache_misses.detector import FAMILY_PROMPTS, MAX_AT_ONCE, MAX_FAMILIES, MissDetector, PromptMemory
-from serve_app.cache_misses.reasons import GRAM, MAX_PROMPT_TOKENS, Miss, SeenPrompt, equal_behind, is_miss
+from serve_app.cache_misses.reasons import (
+    GRAM,
+    MAX_PROMPT_TOKENS,
+    Miss,
+    SeenPrompt,
+    equal_behind,
+    is_miss,
+    line_in_message,
+)
 from serve_app.cache_misses.rules import classify, value_there
 from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.fairness.queue import FairWorkers
@@ -100,6 +108,17 @@ def test_reasons_of_a_day() -> None:
     assert shown["first_difference"] == {"part": "system", "token": 18, "char": 18, "line": 1, "found": "2026-11-22"}
     assert shown["lost_tokens"] == len(REST) + 2 and "last user message" in shown["remedy"]
     assert (adapter.lost_tokens, adapter.shown()["first_difference"]) == (len(REST) + 21, None)
+
+
+def test_lines_are_counted_in_the_message_not_in_the_template() -> None:
+    """Also where the template leaves a message or the space around it out, and where one text is in another."""
+    rules = "Be kind.\nAnd brief.\n" + REST + "\nIt is 10:01.\n"
+    texts = ("\n\n" + rules, "", "left out", "Be kind.", "\nHello.\nIs it open?")
+    prompt = f"<|system|>\n{rules.strip()}<|end|>\n<|user|>\nBe kind.<|end|>\n<|user|>\nHello.\nIs it open?<|end|>\n"
+    assert line_in_message(prompt, prompt.index("10:01"), texts) == 2 + rules[: rules.index("10:01")].count("\n") + 1
+    assert line_in_message(prompt, prompt.rindex("Be kind"), texts) == 1
+    assert line_in_message(prompt, prompt.index("Is it"), texts) == 3
+    assert line_in_message("<|user|>\nno messages", 12, ()) == 2
 
 
 def test_of_several_prompts_the_one_that_differs_last_explains() -> None:

@@ -16,6 +16,16 @@ from serve_app.config.app import AppConfig
 from serve_app.errors import innermost
 
 
+def test_a_terminal_sees_for_how_long_a_step_takes_already() -> None:
+    """A file gets one line, with the time that it took."""
+    written = {terminal: io.StringIO() for terminal in (True, False)}
+    for terminal, file in written.items():
+        with instance._step(Console(file=file, force_terminal=terminal), "[2/4] Ray"):
+            pass
+    assert "0:00:00" in written[True].getvalue()
+    assert written[False].getvalue().strip() == "[2/4] Ray: started in 0 s"
+
+
 @pytest.mark.parametrize(
     ("message", "again"),
     [

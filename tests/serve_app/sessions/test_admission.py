@@ -1,7 +1,7 @@
 """Laws of admission by session: bounded waiting, no waiting with space, and none within a tenant's share."""
 
 from itertools import combinations
-from math import exp, isclose
+from math import exp, inf, isclose
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -31,13 +31,15 @@ class Bench:
         self.made = 0
         self.cached_tokens = 0
 
-    def arrive(self, tokens: int, tenant: str = "a", name: str = "", parent: str = "", again: str = "") -> str:
+    def arrive(
+        self, tokens: int, tenant: str = "a", name: str = "", parent: str = "", again: str = "", timeout_s: float = inf
+    ) -> str:
         """Start a new session, or go on with that of the request ``again``, of which nothing is cached any more."""
         request_id = str(self.made)
         self.made += 1
         text = again or request_id
         session = self.sessions.begin(request_id, tenant, chain((f"{text}-", 20)), tokens, 0, name, parent=parent)
-        self.admission.waits(session, tokens, lambda: self.cached_tokens)
+        self.admission.waits(session, tokens, lambda: self.cached_tokens, timeout_s)
         return request_id
 
     def end(self, request_id: str) -> None:
@@ -70,6 +72,18 @@ def test_an_idle_replica_waits_for_no_return_longer_than_a_context_takes_to_comp
     bench.clock.now_s = 90.0
     assert bench.admission.admitted() == [second]
     assert bench.admission.admitted() == [] and third in bench.admission._waiting
+
+
+def test_a_wait_leaves_half_of_a_requests_time_for_its_answer() -> None:
+    bench = Bench(wait_s=3600.0)
+    first, second, _ = bench.arrive(60_000), bench.arrive(60_000, timeout_s=600.0), bench.arrive(60_000)
+    assert bench.admission.admitted() == [first]
+    assert bench.admission.look_again_s() == 300.0
+    bench.clock.now_s = 299.0
+    assert bench.admission.admitted() == []
+    bench.clock.now_s = 300.0
+    assert bench.admission.admitted() == [second]
+    assert bench.admission.look_again_s() == 3600.0
 
 
 def test_a_session_gives_way_to_the_one_that_began_it() -> None:

@@ -179,3 +179,20 @@ def test_missing_files_are_reported(lines: str, words: str, tmp_path: Path, monk
     assert words in output
     seen = "autoscaling" in lines or "short" in lines
     assert run(tmp_path / "settings.yaml", lines, "--elsewhere")[0] == seen
+
+
+def test_a_machines_own_file_is_checked_with_the_places_that_it_writes(tmp_path: Path) -> None:
+    """Elsewhere they cannot be looked at, and a built-in model's name may be another machine's directory."""
+    text = f"model: smollm3\nusage_file: {tmp_path}/none/u.sqlite\nresponses_file: {tmp_path}/none/r.sqlite\n"
+    found = [(mistake.line, mistake.sentence) for mistake in mistakes_in(text, tmp_path, place_of_run="here")]
+    assert [line for line, _ in found] == [1, 2, 3]
+    assert "did you mean smollm2?" in found[0][1]
+    assert all("is no file that this user may write" in sentence for _, sentence in found[1:])
+    assert mistakes_in(text, tmp_path) == []
+
+
+def test_a_budget_that_is_a_number_is_told_what_a_budget_is() -> None:
+    text = f'model: demo\ntenants:\n  - name: a\n    budget: 100\n    key_sha256: ["{"a" * 64}"]\n'
+    [mistake] = mistakes_in(text)
+    assert mistake.line == 4
+    assert "{tokens: 5000000, period: day}" in mistake.sentence and "tokens_per_minute" in mistake.sentence

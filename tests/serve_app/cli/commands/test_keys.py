@@ -23,7 +23,7 @@ def opened_by(key: str, settings: str, now_s: float) -> str:
 
 def test_keys_alone_makes_an_operators_key_and_says_so() -> None:
     printed = run().output
-    lines = dict(line.split() for line in printed.splitlines()[:2])
+    lines = dict(line.split(": ") for line in printed.splitlines()[:2])
     assert opened_by(lines["key"], f"tenants: [{{name: acme, key_sha256: [{lines['sha256']}]}}]", 0.0) == "acme"
     assert lines["key"].startswith("wp-")
     assert f'operator_key_sha256: ["{lines["sha256"]}"]' in printed

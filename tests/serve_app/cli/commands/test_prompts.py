@@ -92,6 +92,14 @@ def test_an_answer_that_is_none_is_one_sentence(instance: Instance, status: int,
     assert (left_with, words in said, said.count("\n")) == (2, True, 1)
 
 
+def test_the_replicas_where_a_prompt_is_warm_are_counted(instance: Instance) -> None:
+    prompt = {"name": "clerk", "tenant": None, "promoted": "1", "previous": None, "versions": []}
+    warm = [{"replicas": ["r1"]}, {"replicas": ["r1", "r2"]}]
+    instance.body = json.dumps({"data": [{**prompt, "warm": warm}]})
+    shown = instance.asked()[1]
+    assert "warm on 1 replica: r1\n" in shown and "warm on 2 replicas: r1, r2\n" in shown
+
+
 def test_nobody_answers_is_one_sentence() -> None:
     status, said = run("status", "--url", "http://127.0.0.1:9")
     assert status == 2 and said.startswith("error: no server answers at http://127.0.0.1:9: ")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, Qwen3Config
+from transformers.utils.logging import enable_progress_bar
 
 from benchmarks.common.virtual_clock import VirtualClock
 from serve_app.config.app import AppConfig
@@ -285,6 +286,13 @@ def test_a_prompt_that_makes_no_numbers_fails_alone(make_engine: MakeEngine, che
         "the model's logits are not numbers",
     )
     check(got.prompt_logprobs["good"], fine, checkpoints["qwen3"], 1)
+
+
+def test_a_model_is_loaded_in_silence(checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    """Bars of transformers would write over what `warmpath infer` shows."""
+    enable_progress_bar()
+    load_runner(checkpoints["qwen3"], EngineSettings(num_blocks=8, dtype="float32"))
+    assert "%|" not in capfd.readouterr().err
 
 
 def test_what_a_model_does_after_its_output_layer_counts(tmp_path: Path, engines: list[TorchEngine]) -> None:
