@@ -37,6 +37,7 @@ def lines() -> str:
     return "\n".join(made)
 
 
+@pytest.mark.timeout(max(900, 75 * KILLS))
 def test_killed_replicas_ingresses_and_a_killed_head_lose_and_repeat_no_line(tmp_path: Path) -> None:
     """They die one by one while batches run, the whole instance in between; each line has one result. docs: batch"""
     file, seed = tmp_path / "responses.sqlite", random.randrange(2**32)
@@ -80,6 +81,7 @@ def test_killed_replicas_ingresses_and_a_killed_head_lose_and_repeat_no_line(tmp
                         os.kill(rng.choice(workers_of(url, kind)), signal.SIGKILL)
                         killed[kind] += 1
                 judge(client, batch_id)
+                print(f"so far: {dict(killed)}", flush=True)
             batch_id = begin(client)
             eventually(lambda: client.batches.retrieve(batch_id).request_counts.completed > 10)  # type: ignore[union-attr]  # noqa: B023
             family = [process for process, _ in marked_processes(mark)]

@@ -223,33 +223,42 @@ def test_other_weights_take_over_a_name_without_an_error(cluster: Cluster, tmp_p
 
 
 def test_a_model_goes_to_zero_and_comes_back_with_what_was_saved(cluster: Cluster, tmp_path: Path) -> None:
-    """All who wait while its first replica starts are answered; saved prompts, a public one too, come from the disk."""
+    """All who wait while its first replica starts are answered; saved prompts, a public one too, come from the disk.
+
+    So they do for another model from an object store: its first request after zero reuses them.
+    """
     scaled = {"min_replicas": 0, "max_replicas": 1, "downscale_delay_s": 10}
-    below = {"disk_cache_bytes": "256MiB", "disk_cache_dir": str(tmp_path)}
     clerk = {"name": "clerk", "version": "1", "text": text_of(1000, resolve_model("demo"), 2)}
-    zero = {"served_model_name": "zero", "autoscaling": scaled, "num_blocks": 1024, "public_prompts": [clerk], **below}
-    deploy(cluster, args_of(SIMULATED, zero))
-    eventually(lambda: health(cluster)["models"]["simulated-demo"]["status"] == "ok", 300)
-    eventually(lambda: health(cluster)["models"]["zero"]["status"] == "ok", 300)
+    stopping = {"autoscaling": scaled, "num_blocks": 1024, "public_prompts": [clerk]}
+    disk = {"disk_cache_bytes": "256MiB", "disk_cache_dir": str(tmp_path / "disk")}
+    zero = {**stopping, **disk, "served_model_name": "zero"}
+    far = {**stopping, "served_model_name": "far", "object_cache_url": f"file://{tmp_path}/store"}
+    deploy(cluster, args_of(SIMULATED, zero, far))
+    for model in ("simulated-demo", "zero", "far"):
+        eventually(lambda: health(cluster)["models"][model]["status"] == "ok", 300)  # noqa: B023
     system = {"role": "system", "content": text_of(4000, resolve_model("demo"), 1)}
 
-    def cached(*messages: dict[str, str], **body: Any) -> int:
+    def cached(*messages: dict[str, str], model: str = "zero", **body: Any) -> int:
         """Ask, and return the number of cached tokens."""
-        answer = ask(cluster, "zero", messages=[*messages, *CHAT["messages"]], max_tokens=1, **body)
+        answer = ask(cluster, model, messages=[*messages, *CHAT["messages"]], max_tokens=1, **body)
         assert answer.status_code == 200, answer.text
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     # An attempt that a starting replica gave up may have computed either before.
-    cached(system, save_system_prompt_kv_cache=True)
-    cached(prompt_ref="clerk@1", save_system_prompt_kv_cache=True)
-    assert cached(system) >= 3900
-    eventually(lambda: health(cluster)["models"]["zero"]["replicas"] == 0, 300)
+    for model in ("zero", "far"):
+        cached(system, model=model, save_system_prompt_kv_cache=True)
+        cached(model=model, prompt_ref="clerk@1", save_system_prompt_kv_cache=True)
+        assert cached(system, model=model) >= 3900
+    for model in ("zero", "far"):
+        eventually(lambda: health(cluster)["models"][model]["replicas"] == 0, 300)  # noqa: B023
     got = list[int]()
     threads = [threading.Thread(target=lambda: got.append(ask(cluster, "zero").status_code)) for _ in range(8)]
     for thread in threads:
         thread.start()
     assert cached(system) >= 3900
     assert cached(prompt_ref="clerk@1") >= 900
+    assert cached(system, model="far") >= 3900
+    assert cached(model="far", prompt_ref="clerk@1") >= 900
     for thread in threads:
         thread.join()
     assert got == [200] * 8

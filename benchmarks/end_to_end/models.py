@@ -1,0 +1,189 @@
+"""Requests to one model while another one cannot start, is added, replaced and removed: failures, and their times.
+
+The engines are simulated. The same load is measured beside nothing, and beside as many unrelated processes that start,
+because starting a process takes the cores of a small machine, whoever does it.
+"""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from random import Random
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.common.open_loop import Result, Shot, fire
+from benchmarks.common.report import parser_of, percentile, spread, write
+from cluster.local import LocalCluster, application
+from serve_app.cli.bench import chat_body
+
+STEADY = "steady"
+IMPORTS = [sys.executable, "-c", "import serve_app.app, serve_app.replica.replica"]
+"""What a process of Serve does first."""
+PATIENCE_S = 300.0
+CHANGES = ("cannot start", "added", "replaced", "removed")
+
+
+def settings_of(*models: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the steady model and others."""
+    steady = {"served_model_name": STEADY}
+    common = {"model": "demo", "engine": "simulated", "replicas": 1, "replica_num_cpus": 0.1, "ingress_replicas": 2}
+    return {**common, "models": [steady, *models]}
+
+
+class Deployment:
+    """The cluster under change; each change ends when requests notice it."""
+
+    def __init__(self, cluster: LocalCluster, client: httpx.AsyncClient) -> None:
+        self.cluster, self.client = cluster, client
+
+    async def put(self, *models: dict[str, Any], wait_s: float = 0.0) -> None:
+        """Deploy the steady model and others."""
+        app = application(settings_of(*models), {"Ingress": {"max_surge_percent": 50}})
+        await asyncio.to_thread(self.cluster.deploy, app, wait_s)
+
+    async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
+        """Wait until a change is there, and Serve has no more to do."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not await holds() or not await self.settled():  # noqa: ASYNC110  # other processes decide
+                await asyncio.sleep(0.5)
+
+    async def settled(self) -> bool:
+        """Return whether every deployment that can start is healthy."""
+        status = await asyncio.to_thread(self.cluster.status)
+        healthy = {name for name, one in status["deployments"].items() if one["status"] == "HEALTHY"}
+        return {"Ingress", f"Replica-{STEADY}"} <= healthy
+
+    async def model(self, name: str) -> dict[str, Any] | None:
+        """Return what ``/health`` says of a model."""
+        found: dict[str, Any] = (await self.client.get(f"{self.cluster.url}/health")).json()
+        model: dict[str, Any] | None = found["models"].get(name)
+        return model
+
+    async def pids(self, name: str) -> set[int]:
+        """Return the processes of a model's replicas."""
+        state = (await self.client.get(f"{self.cluster.url}/v1/cache/state", params={"model": name})).json()
+        return {replica.get("pid", 0) for replica in state["replicas"]}
+
+    async def change(self, name: str) -> None:
+        """Make one of ``CHANGES``."""
+        new = {"served_model_name": "new"}
+        if name == "cannot start":
+            await self.put({"served_model_name": "broken", "model": "/nowhere/at/all"})
+            await self.until(lambda: self._is("broken", "down"))
+        elif name == "added":
+            await self.put(new)
+            await self.until(lambda: self._is("new", "ok"))
+        elif name == "replaced":
+            before = await self.pids("new")
+            await self.put({**new, "num_blocks": 4321})
+            await self.until(lambda: self._replaced(before))
+        else:
+            await self.put()
+            await self.until(self._gone)
+
+    async def _is(self, name: str, status: str) -> bool:
+        return (await self.model(name) or {}).get("status") == status
+
+    async def _replaced(self, before: set[int]) -> bool:
+        return await self._is("new", "ok") and not before & await self.pids("new")
+
+    async def _gone(self) -> bool:
+        return "Replica-new" not in (await asyncio.to_thread(self.cluster.status))["deployments"]
+
+
+async def processes() -> None:
+    """Start what a change starts, unrelated: one process that reads the settings, then one as a replica."""
+    for _ in range(2):
+        await asyncio.to_thread(subprocess.run, IMPORTS, check=True)
+
+
+async def measure(deployment: Deployment, arguments: Any, run: int) -> dict[str, Any]:
+    """Return the figures of one run by phase; it ends with its change, but not before ``--seconds``."""
+    figures: dict[str, Any] = {}
+    phases = {"beside nothing": lambda: asyncio.sleep(0), "beside starting processes": processes}
+    phases |= {f"another one {name}": lambda name=name: deployment.change(name) for name in CHANGES}  # type: ignore[misc]
+    for number, (phase, act) in enumerate(phases.items()):
+        await asyncio.sleep(arguments.pause_s)
+        rng, begun_s, busy_s = Random(100 * run + number), time.monotonic(), busy()
+        acting = asyncio.create_task(act())
+        results: list[Result] = []
+        while not acting.done() or time.monotonic() - begun_s < arguments.seconds:
+            results += await fire(deployment.cluster.url, shots(arguments, rng), PATIENCE_S, lambda: None)
+        await acting
+        figures[phase] = {**told(results), "seconds": time.monotonic() - begun_s, "busy_cpu_s": busy() - busy_s}
+    return figures
+
+
+def shots(arguments: Any, rng: Random) -> list[Shot]:
+    """Return the requests of five seconds."""
+    planned, at_s = list[Shot](), rng.expovariate(arguments.requests_per_s)
+    while at_s < 5.0:
+        body = chat_body(STEADY, 16, f"Question {rng.random()}", "You are a clerk. " * 20)
+        planned.append(Shot(at_s, "/v1/chat/completions", body))
+        at_s += rng.expovariate(arguments.requests_per_s)
+    return planned
+
+
+def busy() -> float:
+    """Return the seconds that the machine's cores have been busy."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait)
+
+
+def told(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the figures of a phase's requests."""
+    answers = [result for result in results if result.answer is not None]
+    whole_s = [result.late_s + result.answer.total_s for result in answers if result.answer is not None]
+    failed = [result.reason[:200] for result in results if result.answer is None]
+    return {
+        "requests": len(results),
+        "failed": failed,
+        "ttft_s": spread([one.ttft_s for one in answers]),
+        "answer_s": spread(whole_s),
+    }
+
+
+async def measured(cluster: LocalCluster, arguments: Any) -> list[dict[str, Any]]:
+    """Deploy, and return the figures of all runs."""
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        deployment = Deployment(cluster, client)
+        await deployment.put(wait_s=PATIENCE_S)
+        await deployment.until(lambda: deployment._is(STEADY, "ok"))
+        runs = []
+        for run in range(arguments.runs):
+            runs.append(await measure(deployment, arguments, run))
+            print({phase: round(one["answer_s"]["p99"], 3) for phase, one in runs[-1].items()}, file=sys.stderr)
+        return runs
+
+
+def main() -> None:
+    """Parse flags, run, write the JSON."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=20.0, help="the least time of a phase")
+    parser.add_argument("--pause-s", type=float, default=5.0, help="before each phase")
+    parser.add_argument("--requests-per-s", type=float, default=12.0)
+    arguments = parser.parse_args()
+    with LocalCluster(1) as cluster:
+        runs = asyncio.run(measured(cluster, arguments))
+    middle = {
+        phase: {name: percentile([run[phase][name]["p99"] for run in runs], 50) for name in ("ttft_s", "answer_s")}
+        for phase in runs[0]
+    }
+    failed = sum(len(one["failed"]) for run in runs for one in run.values())
+    said = "; ".join(
+        f"{phase} {found['answer_s']:.2f} s (first token {found['ttft_s']:.2f})" for phase, found in middle.items()
+    )
+    requests = sum(one["requests"] for run in runs for one in run.values())
+    summary = (
+        f"Simulated: {failed} of {requests} requests failed. p99 of whole answers, median of {len(runs)} runs: {said}."
+    )
+    write(arguments.json, vars(arguments), {"p99": middle, "runs": runs}, summary)
+
+
+if __name__ == "__main__":
+    main()
