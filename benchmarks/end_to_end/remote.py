@@ -1,12 +1,14 @@
 """Before the same two plain `vllm serve`: hit rate and TTFT of warmpath, power of two and smg, and the time added.
 
-Needs vLLM in ``--vllm-python``, and for smg its command (`pip install smg`). Each system gets prompts of its own.
+Needs vLLM in ``--vllm-python``, and for smg its command (`pip install smg`). Each system gets prompts of its own. The
+time added is that of a warm request alone: one client asks the first server, warmpath and smg in turns.
 """
 
 import argparse
 import asyncio
 import json
 import math
+import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import metric_sum, names_of, parser_of, write
+from benchmarks.common.report import metric_sum, names_of, parser_of, spread, write
 from benchmarks.common.server import instance, server_process
 from benchmarks.end_to_end.affinity import measure
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
@@ -28,6 +30,7 @@ from serve_app.config.workers import worker_of
 
 SYSTEMS = ("warmpath", "power_of_two", "smg")
 BLOCK, SERVERS = 32, 2
+WARMING = 20
 
 
 def main() -> None:
@@ -42,7 +45,7 @@ def main() -> None:
     parser.add_argument("--working-set", type=float, default=0.6, help="the prompts' share of both pools together")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--alone", type=int, default=40, help="warm requests of one token, for the time added")
+    parser.add_argument("--alone", type=int, default=200, help="warm requests of one token, for the time added")
     arguments = parser.parse_args()
     arguments.engine = "vllm"
     results: dict[str, Any] = {}
@@ -58,8 +61,10 @@ def main() -> None:
                 ]
                 results[system] = figures(runs)
                 if system == "warmpath":
-                    results[system] |= asyncio.run(beside(url, entries[0], arguments))
+                    results[system] |= predictions(url)
             print(f"{system}: {json.dumps(results[system])}", file=sys.stderr)
+        if arguments.alone:
+            results["alone"] = alone(entries, arguments)
     write(arguments.json, vars(arguments), results, summary(results))
 
 
@@ -75,7 +80,10 @@ def summary(results: dict[str, Any]) -> str:
     rows = "; ".join(f"{name}: {row['hit_rate'][0]:.1%}, {_times(*row['ttft_ms'])}" for name, row in measured.items())
     more = ""
     if ours := results.get("warmpath"):
-        more = f" Added to a warm request: {ours['added_ms']:.1f} ms; predictions right: {ours['right']:.2%}."
+        more += f" Predictions right: {ours['right']:.2%}."
+    if added := results.get("alone"):
+        told = ", ".join(f"{name} {row['added_ms']:.1f} ms" for name, row in added.items() if name != "server")
+        more += f" Added to a warm request alone: {told}."
     return f"Hit rate and mean TTFT of repeated prompts (medians of the runs, least and most). {rows}.{more}"
 
 
@@ -116,31 +124,49 @@ def front(system: str, entries: list[str], arguments: argparse.Namespace) -> Ite
     with held_port() as port, held_port() as metrics:
         command = [str(arguments.smg), "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"]
         command += ["--backend", "vllm", "--prometheus-port", str(metrics), "--worker-urls"]
+        command += [worker_of(entry).url for entry in entries]
         url = f"http://127.0.0.1:{port}"
-        with server_process([*command, *(worker_of(entry).url for entry in entries)], f"{url}/health"):
+        with server_process(command, f"{url}/readiness"):  # its /health answers before it knows its servers
             yield url
 
 
-async def beside(url: str, entry: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return the TTFT that warmpath adds to a warm request alone, and the share of right predictions."""
-    system = text_of(arguments.prompt_tokens, resolve_model(arguments.model), 9999)
-    direct, through = list[float](), list[float]()
-    async with httpx.AsyncClient(timeout=300) as client:
-        for number in range(arguments.alone + 2):
-            for base, times in ((worker_of(entry).url, direct), (url, through)):
-                answer = await stream_chat(client, base, chat_body(arguments.model, 1, f"Number {number}?", system))
-                if number > 1:
-                    times.append(1000 * answer.ttft_s)
-        await asyncio.sleep(1.0)
-        text = (await client.get(f"{url}/metrics")).text
+def predictions(url: str) -> dict[str, float]:
+    """Return how many predictions warmpath has compared with an answer, and the share of right ones."""
+    text = httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text
     right, wrong = (
         metric_sum(text, "warmpath_worker_predictions_total", f'result="{result}"') for result in ("right", "wrong")
     )
+    return {"predictions": right + wrong, "right": right / max(1.0, right + wrong)}
+
+
+def alone(entries: list[str], arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return the TTFT of a warm request alone at the first server and through what stands before it, in ms."""
+    with ExitStack() as stack:
+        urls = {"server": worker_of(entries[0]).url}
+        for system in ("warmpath", "smg"):
+            if system != "smg" or arguments.smg is not None:
+                urls[system] = stack.enter_context(front(system, entries[:1], arguments))
+        print("a client alone asks each in turns", file=sys.stderr, flush=True)
+        times = asyncio.run(in_turns(urls, arguments))
+    base = statistics.median(times["server"])
     return {
-        "added_ms": statistics.median(through) - statistics.median(direct),
-        "predictions": right + wrong,
-        "right": right / max(1.0, right + wrong),
+        name: {"mean_ms": statistics.mean(row), **spread(row), "added_ms": statistics.median(row) - base}
+        for name, row in times.items()
     }
+
+
+async def in_turns(urls: dict[str, str], arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Return each system's first tokens in ms, of one short prompt that is cached, in orders drawn anew."""
+    body = chat_body(arguments.model, 1, "Which side is port?", text_of(100, resolve_model(arguments.model), 9999))
+    times: dict[str, list[float]] = {name: [] for name in urls}
+    chance = random.Random(1)
+    async with httpx.AsyncClient(timeout=300) as client:
+        for number in range(-WARMING, arguments.alone):
+            for name in chance.sample(sorted(urls), len(urls)):
+                answer = await stream_chat(client, urls[name], body)
+                if number >= 0:
+                    times[name].append(1000 * answer.ttft_s)
+    return times
 
 
 if __name__ == "__main__":
