@@ -153,10 +153,7 @@ def serve(
             workers=worker or None,
         )
         settings = load()
-        told, unfit = told_by_workers(settings)
-        for sentence in unfit:
-            console.print(f"{sentence}; the others serve", style="yellow")
-        if told:
+        if told := told_by_workers(settings):
             load = partial(load, **told)
             settings = load()
         for finding in findings(Look("start", settings, (host, port)), "settings", "port"):
@@ -197,6 +194,10 @@ def with_model(settings: AppConfig) -> AppConfig:
     wrong = [finding.sentence for finding in findings(Look("start", settings), "model", "files")]
     if wrong:
         fail("\nerror: ".join(wrong))
+    for finding in findings(Look("start", settings), "workers"):
+        if finding.state != "ok":
+            spared = "; it gets no requests" if finding.state == "problem" else ""
+            console.print(f"{finding.subject}: {finding.sentence}{spared}", style="yellow")
     for name, one in settings.served().items():
         console.print(f"[1/4] model {name}: {resolve_model(one.model)}")
     return settings

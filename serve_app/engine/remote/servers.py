@@ -127,12 +127,20 @@ def check_name(url: str, facts: WorkerFacts, model_name: str, model: str) -> Non
 async def check_model(http: aiohttp.ClientSession, url: str, facts: WorkerFacts, settings: RemoteSettings) -> None:
     """Raise Unfit for a server of another model or tokenizer than this deployment's."""
     check_name(url, facts, settings.model_name, settings.model)
-    if not settings.tokenizer:
+    await check_tokenizer(http, url, facts, settings.model_name, settings.tokenizer)
+
+
+async def check_tokenizer(http: aiohttp.ClientSession, url: str, facts: WorkerFacts, name: str, path: str) -> None:
+    """Raise Unfit for a server of another tokenizer than that of the model ``name``, whose tokenizer.json is ``path``.
+
+    Without a path, or a server that tells no tokens, nothing is compared.
+    """
+    theirs = await sample_tokens(http, url, facts.model) if path else None
+    if theirs is None:
         return
-    theirs = await sample_tokens(http, url, facts.model)
-    ours = await asyncio.to_thread(tokenizer_of, settings.tokenizer)
-    if theirs is not None and theirs != ours.encode(SAMPLE, add_special_tokens=False).ids:
-        raise Unfit(f"{url} has another tokenizer than {settings.model_name}")
+    ours = await asyncio.to_thread(tokenizer_of, path)
+    if theirs != ours.encode(SAMPLE, add_special_tokens=False).ids:
+        raise Unfit(f"{url} has another tokenizer than {name}")
 
 
 @lru_cache(4)
