@@ -29,7 +29,7 @@ from serve_app.config.engine import ENGINES
 SCENARIO, SHORTEST_S = "inferencex-agentx-mvp", 900
 REPLICAS, BLOCK = 2, 16
 POLICIES = {"warmpath": "estimated_ttft", "round_robin": "round_robin", "power_of_two": "power_of_two"}
-"""Systems that are policies of our router."""
+"""Systems that are policies of our router; none but ours copies KV between replicas."""
 SYSTEMS = (*POLICIES, "ray_prefix", "smg")
 PREFILL_TOKENS_PER_S, DECODE_STEP_S, KV_TOKENS = 24_500.0, 0.0074, 690_000
 """An H100's, for Llama-3.1-8B's sizes (`log/vllm.md`): a prompt of 32,768 tokens, a step of 16 streams, and 45 GB of
@@ -122,6 +122,7 @@ def system(name: str, options: argparse.Namespace) -> Iterator[str]:
         rate = PREFILL_TOKENS_PER_S / options.scale
         flags += [f"--set=simulated_prefill_tokens_per_s={rate}", f"--set=simulated_decode_step_s={DECODE_STEP_S}"]
     if name in POLICIES:
+        flags += [] if name == "warmpath" else ["--set=kv_pull=false"]  # copies would make up for the routing
         with instance("--replicas", str(REPLICAS), "--policy", POLICIES[name], *flags) as url:
             yield url
         return
