@@ -64,12 +64,15 @@ class LocalCluster:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def deploy(self, application: Mapping[str, Any], wait_s: float = START_TIMEOUT_S) -> None:
+    def deploy(
+        self, application: Mapping[str, Any], wait_s: float = START_TIMEOUT_S, beside: Mapping[str, Any] | None = None
+    ) -> None:
         """Deploy one application of a Serve config file, and, unless ``wait_s`` is 0, wait for its ``/health``.
 
-        Raises ClusterError if it is refused, fails or takes longer.
+        ``beside``: another one, with its own name and route_prefix. Raises ClusterError if it is refused, fails or
+        takes longer.
         """
-        self._ask("deploy", dict(application))
+        self._ask("deploy", dict(application), *([dict(beside)] if beside is not None else ()))
         deadline_s = time.monotonic() + wait_s
         while wait_s:
             status = self.status()
@@ -179,10 +182,11 @@ class _Raylets:
         """Kill all a node's processes with SIGKILL at once, like a failure of its machine."""
         self._cluster.remove_node(self._nodes.pop(number), allow_graceful=False)
 
-    def deploy(self, application: dict[str, Any]) -> None:
-        """Deploy this application like ``serve deploy`` with a config file; return before its start."""
-        ours = {"name": APP_NAME, "route_prefix": "/", "import_path": "serve_app:build_app", **application}
-        deploy_config({"proxy_location": "HeadOnly", "http_options": self._http, "applications": [ours]})
+    def deploy(self, *applications: dict[str, Any]) -> None:
+        """Deploy these applications like ``serve deploy`` with a config file; return before their start."""
+        usual = {"name": APP_NAME, "route_prefix": "/", "import_path": "serve_app:build_app"}
+        config = {"proxy_location": "HeadOnly", "http_options": self._http}
+        deploy_config({**config, "applications": [{**usual, **application} for application in applications]})
 
     def status(self) -> dict[str, Any]:
         """Return the application's ``status``, ``message``, and ``deployments`` by name."""
