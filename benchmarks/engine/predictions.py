@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.common.output_collector import OutputCollector, running
 from benchmarks.common.random_adapters import make_adapters
-from benchmarks.common.random_drafter import make_eagle_head
+from benchmarks.common.random_drafter import with_eagle_head
 from benchmarks.common.random_windows import make_windowed
 from benchmarks.common.report import add_engine_flag, parser_of, progress, write
 from router.core import RoutingCore
@@ -86,10 +86,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     routed = Routed()
     with tempfile.TemporaryDirectory(prefix="warmpath-predictions-") as directory, ExitStack() as stack:
         info = load_checkpoint_info(model)
-        if drafting and drafting.get("method") in ("eagle", "eagle3") and "model" not in drafting:
-            drafts = info.vocab_size // 2 if drafting["method"] == "eagle3" else None
-            head = make_eagle_head(model, Path(directory) / "head", draft_vocab_size=drafts)
-            drafting = {**drafting, "model": str(head)}
+        drafting = with_eagle_head(drafting, model, Path(directory) / "head")
         config = AppConfig(
             model=str(model),
             engine=arguments.engine,

@@ -4,6 +4,8 @@ The engine is simulated, or it computes in real time with a smaller workload. "u
 under one tenant's name: plain LRU, first come, first served.
 """
 
+import json
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.output_collector import OutputCollector, running
+from benchmarks.common.random_drafter import with_eagle_head
 from benchmarks.common.report import add_engine_flag, parser_of, percentile, progress, spread, write
 from benchmarks.common.virtual_clock import VirtualClock
 from router.protocol.block_hash import PrefixScope, TokenArray
@@ -216,8 +219,10 @@ def drive_live(engine: Engine, workload: FloodWorkload, *, flood: bool, protecte
     return sides
 
 
-def measure_live(kind: str, model: Path, workload: FloodWorkload) -> dict[str, Any]:
-    """Return the figures of a workload with an engine that computes ``model``."""
+def measure_live(
+    kind: str, model: Path, workload: FloodWorkload, drafting: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the figures of a workload with an engine that computes ``model``. ``drafting``: its speculative_config."""
     tenants = [f"tenant-{number}" for number in range(workload.quiet_tenants)] + [FLOODER, "everybody"]
     config = AppConfig(
         model=str(model),
@@ -231,6 +236,7 @@ def measure_live(kind: str, model: Path, workload: FloodWorkload) -> dict[str, A
         max_num_batched_tokens=512,
         max_waiting_requests=4096,
         enforce_eager=True,
+        speculative_config=drafting,
     )
     with running(make_engine(config, load_checkpoint_info(model), lambda _: None)) as engine:
         return measured(kind, partial(drive_live, engine, workload))
@@ -279,6 +285,9 @@ def main() -> None:
     add_engine_flag(parser, "simulated", "prefixes")
     parser.add_argument("--duration-s", type=float, help="duration of the requests, in each of three cases")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--speculative-config", type=json.loads, help="vLLM's; EAGLE without a model gets a random head"
+    )
     arguments = parser.parse_args()
     workload, live = FloodWorkload(seed=arguments.seed), not ENGINES[arguments.engine].simulated
     model = resolve_model(arguments.model) if live else Path()
@@ -286,7 +295,9 @@ def main() -> None:
         workload = replace(workload, **LIVE, vocab_size=load_checkpoint_info(model).vocab_size)
     if arguments.duration_s:
         workload = replace(workload, duration_s=arguments.duration_s)
-    found = measure_live(arguments.engine, model, workload) if live else measure_flooding(workload)
+    with tempfile.TemporaryDirectory(prefix="warmpath-drafter-") as directory:
+        drafting = with_eagle_head(arguments.speculative_config, model, Path(directory) / "head")
+        found = measure_live(arguments.engine, model, workload, drafting) if live else measure_flooding(workload)
     said = (
         f"Beside a tenant that floods, the quiet ones keep {found['hit_rate_ratio']:.2f} of their hit rate, and "
         f"{found['unprotected_hit_rate_ratio']:.2f} without quotas and fair queue; their p95 to a first token is "

@@ -1,6 +1,5 @@
 """vLLM and the built-in engine with one model, and helpers to test both."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +51,7 @@ def both_engines(
     sizes |= {"dtype": dtype, "device": device, "replica_num_gpus": gpus}
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_waiting_requests": 32, "enforce_eager": True}
     loras = {"allow_runtime_lora": True, "max_cpu_loras": 4, "max_lora_rank": 8}
-    moves = {"kv_pull": True, "pin_budget": 24, "num_threads": os.cpu_count()}
+    moves = {"kv_pull": True, "pin_budget": 24, "num_threads": 1}
     torch = make_engine(AppConfig(engine="torch", **sizes), info, lambda _: None)
     config = AppConfig(engine="vllm", **(sizes | limits | loras | moves | changed))
     vllm = make_engine(config, info, heard)

@@ -76,6 +76,7 @@ def rows_of(out: Path) -> Any:
     return json.loads(out.read_text())["results"] if out.exists() else {}
 
 
+@pytest.mark.long
 def test_all_rows_are_measured(tmp_path: Path) -> None:
     """Those of one replica have both systems; all answers of a killed replica are whole, and equal in float32."""
     out = tmp_path / "gpu.json"
@@ -94,6 +95,7 @@ def test_all_rows_are_measured(tmp_path: Path) -> None:
     assert rows["copy"]["figures"]["2048"]["begun"] > 0
 
 
+@pytest.mark.long
 def test_rows_with_servers_of_their_own_are_measured(tmp_path: Path) -> None:
     """With drafts a repeat finds as much as without; a model with windows holds what it holds under vLLM alone."""
     out = tmp_path / "gpu.json"
