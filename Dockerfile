@@ -28,6 +28,7 @@ RUN pip install --no-cache-dir --disable-pip-version-check -c "$CONSTRAINTS" ".$
 
 USER 10001
 WORKDIR /home/warmpath
+# hadolint ignore=DL3064  # TOKENIZERS is no token
 ENV HOME=/home/warmpath \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \
@@ -36,6 +37,6 @@ ENV HOME=/home/warmpath \
 RUN python -c "from serve_app.checkpoints.sources import resolve_model as r; r('smollm2'); r('demo')"
 EXPOSE 8000
 # On Kubernetes KubeRay's own probes apply.
-HEALTHCHECK --interval=15s --timeout=5s --start-period=300s CMD wget -q -O /dev/null http://127.0.0.1:8000/health
+HEALTHCHECK --interval=15s --timeout=5s --start-period=300s CMD ["wget", "-q", "-O", "/dev/null", "http://127.0.0.1:8000/health"]
 # Loopback: without tenants' keys nothing listens to the network unless the command says so.
 CMD ["warmpath", "serve"]
