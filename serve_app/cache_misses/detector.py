@@ -3,8 +3,9 @@
 import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from serve_app.cache_misses.reasons import Decode, Miss, SeenPrompt, explain, is_miss
 from serve_app.engine.protocol import EngineRequest
@@ -74,12 +75,12 @@ class MissDetector:
         arrived_s: float,
         now_s: float,
         usage: RequestUsage | None = None,
-        texts: Sequence[str] = (),
+        messages: Sequence[Mapping[str, Any]] = (),
     ) -> asyncio.Task[Miss] | None:
         """Remember a prompt at its first token. Return a task for a miss's explanation, else None.
 
-        ``usage``: of the answer, which continues. ``texts``: of the prompt's messages. A request that leaves nothing in
-        the cache is neither remembered nor explained.
+        ``usage``: of the answer, which continues. ``messages``: of the prompt. A request that leaves nothing in the
+        cache is neither remembered nor explained.
         """
         if not generation.store_kv:
             return None
@@ -89,7 +90,7 @@ class MissDetector:
             if self._under_way[tenant] < MAX_AT_ONCE:
                 self._under_way[tenant] += 1
                 earlier = [seen for seen in self.memory.prompts(tenant) if seen.seen_s < arrived_s]
-                task = asyncio.create_task(self._explain(tenant, prompt, cached_tokens, earlier, texts))
+                task = asyncio.create_task(self._explain(tenant, prompt, cached_tokens, earlier, messages))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             else:
@@ -98,8 +99,14 @@ class MissDetector:
         return task
 
     async def _explain(
-        self, tenant: str, prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt], texts: Sequence[str]
+        self,
+        tenant: str,
+        prompt: SeenPrompt,
+        cached_tokens: int,
+        earlier: Sequence[SeenPrompt],
+        messages: Sequence[Mapping[str, Any]],
     ) -> Miss:
+        texts = [message["content"] for message in messages]
         try:
             miss = await self.workers.run(
                 tenant, prompt.ids.nbytes, explain, prompt, cached_tokens, earlier, self.decode, texts

@@ -118,7 +118,7 @@ class Broadcast:
 def is_starting(app_name: str, deployment: str, *, unheard: bool = False) -> bool:
     """Return whether replicas of a deployment are starting, and none of them has failed to; blocks.
 
-    ``unheard``: or whether one runs, for a router that has not heard of any yet. Serve tells its controller first.
+    ``unheard``: or whether one runs, for a router that has heard of none yet: Serve's status is ahead of its routers.
     """
     try:
         found = serve.status().applications[app_name].deployments[deployment]

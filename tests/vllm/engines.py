@@ -63,6 +63,15 @@ def both_engines(
     torch.stop()
 
 
+def check_reads(content: list[bytes], blocks: Sequence[int], names: Sequence[bytes], computed: int, read: int) -> None:
+    """Compare a request's blocks with what they are for: it reads the first ``read``; a step ``computed`` the rest."""
+    for at in range(computed):
+        if at < read:
+            assert content[blocks[at]] == names[at], "a request reads another's KV"
+        else:
+            content[blocks[at]] = names[at]
+
+
 def eventually(holds: Callable[[], bool], within_s: float = 120.0) -> None:
     end_s = time.monotonic() + within_s
     while not holds():

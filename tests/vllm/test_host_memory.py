@@ -23,7 +23,7 @@ from serve_app.engine.vllm.scheduling.probe import BLOCKS, SIZE, SchedulerProbe,
 from serve_app.engine.vllm.scheduling.tenant import offload_params, scope_args, tenant_args
 from serve_app.engine.vllm.settings import IN_CORE
 from tests.serve_app.engine.tiny import request, run_all
-from tests.vllm.engines import BLOCK, Both, both_engines, compute, mispredicted, reset
+from tests.vllm.engines import BLOCK, Both, both_engines, check_reads, compute, mispredicted, reset
 
 SEQUENCES = int(os.environ.get("HOST_MEMORY_SEQUENCES", "200"))
 """10,000 take half an hour."""
@@ -61,11 +61,7 @@ class Watched(SchedulerProbe):
             names = list(split_chain(extend_chain(root_of(tenant, public), public, ids, SIZE)))
             blocks = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
             computed = asked.num_computed_tokens
-            for at in range(computed // SIZE):
-                if at < (computed - tokens) // SIZE:
-                    assert self.near[blocks[at]] == names[at], "a request reads another's KV"
-                else:
-                    self.near[blocks[at]] = names[at]
+            check_reads(self.near, blocks, names, computed // SIZE, (computed - tokens) // SIZE)
         return planned
 
 

@@ -24,6 +24,7 @@ from serve_app.engine.remote.servers import WorkerFacts, openai_body
 from serve_app.engine.sampling_params import SamplingParams as OurParams
 from serve_app.engine.vllm.scheduling.probe import BLOCKS, SIZE, SchedulerProbe
 from tests.router.vllm_events.pool_model import Routers
+from tests.vllm.engines import check_reads
 
 SEQUENCES = int(os.environ.get("REMOTE_SEQUENCES", "100"))
 """10,000 take two minutes."""
@@ -89,11 +90,7 @@ class PlainServer(SchedulerProbe):
             chain = list(split_chain(hash_blocks(root_of(self.scopes[name]), ids, SIZE)))
             blocks = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
             computed = asked.num_computed_tokens
-            for at in range(computed // SIZE):
-                if at < (computed - tokens) // SIZE:
-                    assert self.content[blocks[at]] == chain[at], "a request reads another's KV"
-                else:
-                    self.content[blocks[at]] = chain[at]
+            check_reads(self.content, blocks, chain, computed // SIZE, (computed - tokens) // SIZE)
         return planned
 
     def known(self, tenant: str, ids: list[int], public: int = 0) -> int:

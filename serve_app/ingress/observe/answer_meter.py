@@ -214,8 +214,7 @@ def observe_misses(observers: Observers, misses: MissDetector, book: AdviceBook)
             now_s = answer.last_s[index]
             request, generation = answer.request, answer.generations[index]
             messages = request.messages if isinstance(request, ChatRequest) else ()
-            texts = [str(message["content"] or "") for message in messages]
-            miss = misses.observe(generation, cached_tokens, answer.arrived_s, now_s, answer.usage, texts)
+            miss = misses.observe(generation, cached_tokens, answer.arrived_s, now_s, answer.usage, messages)
             if miss is not None:
                 miss.add_done_callback(partial(explained, answer, index))
             if miss is not None and answer.request.cache_diagnostics and index == 0:
