@@ -33,10 +33,9 @@ def ask(
     key = os.environ.get(OPERATOR_KEY) or os.environ.get(TENANT_KEY)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     given = {name: value for name, value in (query or {}).items() if value is not None}
+    url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")  # as clients of the APIs have it
     try:
-        answer = httpx.request(
-            method, f"{url.rstrip('/')}{path}", params=given, json=body, headers=headers, timeout=timeout_s
-        )
+        answer = httpx.request(method, f"{url}{path}", params=given, json=body, headers=headers, timeout=timeout_s)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(f"no server answers at {url}: {error}; name another by --url or $WARMPATH_URL")
     try:

@@ -156,7 +156,7 @@ def serve(
         if told := told_by_workers(settings):
             load = partial(load, **told)
             settings = load()
-        for finding in findings(Look("start", settings, (host, port)), "settings", "port"):
+        for finding in findings(Look("start", settings, (host, port)), "names", "database", "settings", "port"):
             if finding.state == "problem":
                 fail(finding.sentence)
         gpus: dict[int, int] = {}

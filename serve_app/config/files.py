@@ -29,7 +29,8 @@ def load_settings(
             line, sentence = not_yaml(error)
             raise ValueError(f"{config}:{line}: {sentence}") from error
         except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read the settings file {config}: {error}") from error
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"cannot read the settings file {config}: {why}") from error
         if not isinstance(loaded, dict):
             raise ValueError(f"the settings file {config} must hold NAME: VALUE pairs")
         merged.update(rooted(loaded, config.parent))

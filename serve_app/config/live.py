@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from serve_app.config.app import SHARED, AppConfig, slug
 from serve_app.config.sentences import sentence, unknown_setting
+from serve_app.config.tenants import PlacedError
 
 LIVE = frozenset(
     {
@@ -66,8 +68,12 @@ def _validated(values: Any, place: Location) -> AppConfig:
     try:
         return AppConfig.model_validate(values)
     except ValidationError as error:
-        problems = error.errors()
-        raise BadSettings([((*place, *one["loc"]), sentence(one, AppConfig)) for one in problems]) from None
+        raise BadSettings([((*place, *_place_of(one)), sentence(one, AppConfig)) for one in error.errors()]) from None
+
+
+def _place_of(error: ErrorDetails) -> Location:
+    raised = error.get("ctx", {}).get("error")
+    return (*error["loc"], *raised.place) if isinstance(raised, PlacedError) else error["loc"]
 
 
 def _misplaced(entry: Mapping[str, Any], place: Location) -> Iterator[tuple[Location, str]]:

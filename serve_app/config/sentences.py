@@ -13,6 +13,7 @@ from serve_app.config.quantities import shown_value
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
+    "decimal": "a number",
     "bool": "true or false",
     "string": "text",
     "list": "a list: [A, B]",
@@ -29,6 +30,8 @@ _BOUNDS = {
     "less_than_equal": ("le", "at most"),
     "less_than": ("lt", "below"),
 }
+MOST_LISTED = 8
+"""So many settings are named to who asks for one that is not there."""
 _CHOICE = re.compile(r"'([^']*)'")
 _HASHES = ("key_sha256", "operator_key_sha256")
 _KEYS = frozenset({"key", "keys", "api_key", "api_keys", "operator_key", "operator_keys"})
@@ -43,7 +46,8 @@ def unknown_setting(name: str, known: Collection[str]) -> str:
     wanted = name.replace("-", "_").lower()
     short = [full for full in known if "_" in full and "".join(word[0] for word in full.split("_")) == wanted]
     near = short or get_close_matches(wanted, known, n=1)
-    return f"there is no such setting; did you mean {near[0]}?" if near else "there is no such setting; leave it out"
+    few = f"there are {', '.join(known)}" if len(known) <= MOST_LISTED else "leave it out"
+    return f"there is no such setting; {f'did you mean {near[0]}?' if near else few}"
 
 
 def sentence(error: ErrorDetails, settings: type[BaseModel]) -> str:
@@ -75,6 +79,11 @@ def sentence(error: ErrorDetails, settings: type[BaseModel]) -> str:
         about = f" ({field.description})" if field is not None and field.description else ""
         return f"must be {expected}{about}" + (f"; did you mean {near[0]}?" if near else "")
     return error["msg"].removeprefix("Value error, ")
+
+
+def ended(text: str) -> str:
+    """Return a sentence with a full stop, unless it ends with a question."""
+    return text if text.endswith("?") else f"{text}."
 
 
 def _one_of(choices: list[str], given: Any) -> str:

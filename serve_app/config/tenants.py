@@ -30,6 +30,14 @@ TenantKey = Annotated[ApiKeyConfig, BeforeValidator(_with_names, json_schema_inp
 """A key in the settings: only its digest, or with expiry and revocation."""
 
 
+class PlacedError(ValueError):
+    """A mistake that a check of several settings found at one place of them."""
+
+    def __init__(self, place: tuple[int | str, ...], sentence: str) -> None:
+        super().__init__(sentence)
+        self.place = place
+
+
 class PriceConfig(BaseModel):
     """Prices of a model's or adapter's tokens, for a million of them, in any currency."""
 
@@ -79,7 +87,7 @@ class BudgetConfig(BaseModel):
     @model_validator(mode="after")
     def _one_unit(self) -> Self:
         if (self.tokens is None) == (self.money is None):
-            raise ValueError("a budget has `tokens` or `money`")
+            raise ValueError("a budget has either `tokens` or `money`")
         return self
 
 
@@ -175,18 +183,27 @@ class TenantsSection(BaseModel):
 
     @model_validator(mode="after")
     def _names_and_keys_differ(self) -> Self:
-        names = [tenant.name for tenant in self.tenants]
-        if len(set(names)) < len(names):
-            raise ValueError("two tenants have the same name; give each its own")
-        keys = [*self.operator_key_sha256, *(key.sha256 for tenant in self.tenants for key in tenant.key_sha256)]
-        if len(set(keys)) < len(keys):
-            raise ValueError("the same API key is given twice; every tenant and operator needs keys of their own")
+        names: dict[str, int] = {}
+        owners: dict[str, str] = {}
+        lists = []
+        for number, tenant in enumerate(self.tenants):
+            if (other := names.setdefault(tenant.name, number)) != number:
+                sentence = f"tenants.{other} has this name, too; give each tenant its own"
+                raise PlacedError(("tenants", number, "name"), sentence)
+            lists.append((("tenants", number, "key_sha256"), [key.sha256 for key in tenant.key_sha256]))
+        for place, keys in (*lists, (("operator_key_sha256",), self.operator_key_sha256)):
+            for key in keys:
+                if key in owners:
+                    twice = f"a key is given twice, first in {owners[key]}"
+                    raise PlacedError(place, f"{twice}; tenants and operators need keys of their own")
+                owners[key] = ".".join(map(str, place[:2]))
         return self
 
     @model_validator(mode="after")
     def _money_has_prices(self) -> Self:
-        if not self.prices and any(tenant.budget and tenant.budget.money is not None for tenant in self.tenants):
-            raise ValueError("a budget in money needs `prices`")
+        for number, tenant in enumerate(self.tenants):
+            if not self.prices and tenant.budget and tenant.budget.money is not None:
+                raise PlacedError(("tenants", number, "budget", "money"), "a budget in money needs `prices`")
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from serve_app.config.sentences import sentence
+from serve_app.config.sentences import ended, sentence
 from serve_app.config.tenants import ApiKeyConfig, TenantConfig
 from serve_app.errors import Conflict, InvalidRequest, NotFound
 
@@ -153,7 +153,7 @@ def _checked(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise InvalidRequest(f"{where}: {sentence(first, TenantConfig)}.", param=where or None) from None
+        raise InvalidRequest(f"{where}: {ended(sentence(first, TenantConfig))}", param=where or None) from None
     return {one: getattr(config, one) for one in fields}
 
 

@@ -35,7 +35,7 @@ KEPT = timedelta(days=400)
 """The life of an entry of the log."""
 _FOREVER_S = 100 * 365 * 86_400.0
 _TENANT, _KIND, _LOG = "", "tenancy", "tenancy log"
-_UNREAD = "The tenants of this server cannot be read yet; send the request again."
+_UNREAD = "The tenants of this server cannot be read yet: its database does not answer. Send the request again later."
 _LOST = (
     "This server has had tenants, and finds none now, so it refuses everybody. Its operator restores the database or "
     "the settings, adds a tenant, or opens it to all with `require_tenants: false`."

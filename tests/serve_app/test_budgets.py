@@ -234,9 +234,9 @@ def test_money_is_what_a_naive_oracle_adds_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("budget", "sentence"),
     [
-        ({}, "a budget has `tokens` or `money`"),
-        ({"tokens": 1, "money": 1}, "a budget has `tokens` or `money`"),
-        ({"money": 1}, "a budget in money needs `prices`"),
+        ({}, "tenants.0.budget: a budget has either `tokens` or `money`"),
+        ({"tokens": 1, "money": 1}, "tenants.0.budget: a budget has either `tokens` or `money`"),
+        ({"money": 1}, "tenants.0.budget.money: a budget in money needs `prices`"),
         ({"tokens": 0}, "must be at least 1"),
         (100, "must be pairs of NAME: VALUE"),
     ],

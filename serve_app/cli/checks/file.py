@@ -1,5 +1,6 @@
 """`warmpath check`: find mistakes in a Serve config, a RayService or a settings file, with line, place and remedy."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from serve_app.config.files import not_yaml, rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
 INGRESS = "Ingress"
+ROUTE_PREFIX = re.compile(r"/([^{}]*[^{}/])?")
 IMPORT_PATHS = "serve_app:build_app", "serve_app:app", "serve_app.app:build_app"
 
 
@@ -115,6 +117,11 @@ def _serve_config(document: _Document, place_of_run: RunPlace) -> Iterator[Findi
     if not any(app["import_path"] in IMPORT_PATHS for app in apps):
         yield document.mistake(("applications",), f"no application has the import_path {IMPORT_PATHS[0]}")
     for number, app in enumerate(apps):
+        if not ROUTE_PREFIX.fullmatch(app.get("route_prefix") or "/"):
+            place = ("applications", number, "route_prefix")
+            yield document.mistake(
+                place, "must begin with / and not end with one, such as /two; / is for the whole host"
+            )
         if app["import_path"] in IMPORT_PATHS:
             yield from _application(document, ("applications", number), app, place_of_run)
 
@@ -145,10 +152,13 @@ def _application(document: _Document, place: Location, app: Any, place_of_run: R
         return
     for name, where in places.items():
         try:
-            overlaid(config, user_configs[name])
+            live = overlaid(config, user_configs[name])
         except BadSettings as error:
             for inner, sentence in error.found:
                 yield document.mistake((*where, *inner), sentence)
+        else:
+            for finding in findings(Look(place_of_run, live), "names"):
+                yield document.at((*where, *_steps(finding.subject)), finding)
 
 
 def _settings(document: _Document, place: Location, values: Any, place_of_run: RunPlace) -> Iterator[Finding]:
@@ -159,7 +169,7 @@ def _settings(document: _Document, place: Location, values: Any, place_of_run: R
             yield document.mistake((*place, *where), sentence)
         return
     look = Look(place_of_run, config)
-    found = list(findings(look, "settings", "model", *(["files"] if place_of_run == "here" else ())))
+    found = list(findings(look, "names", "settings", "model", *(["files"] if place_of_run == "here" else ())))
     for finding in found:
         yield document.at((*place, *_steps(finding.subject)), finding)
     for note in () if found else findings(look, "template"):

@@ -8,7 +8,9 @@ from serve_app.cli.checks import machine, settings, workers
 from serve_app.cli.checks.finding import Finding, Look
 from serve_app.config.app import SHARED
 
-CheckNeed = Literal["installation", "port", "machine", "workers", "settings", "model", "files", "template"]
+CheckNeed = Literal[
+    "installation", "port", "machine", "names", "database", "workers", "settings", "model", "files", "template"
+]
 
 CHECKS: tuple[tuple[CheckNeed, Callable[[Look], Iterator[Finding]]], ...] = (
     ("installation", machine.installation),
@@ -17,6 +19,8 @@ CHECKS: tuple[tuple[CheckNeed, Callable[[Look], Iterator[Finding]]], ...] = (
     ("machine", machine.room),
     ("machine", machine.torch),
     ("machine", machine.engines),
+    ("names", settings.names),
+    ("database", settings.database),
     ("workers", workers.workers),
     ("settings", settings.prompts),
     ("settings", settings.engine),
@@ -26,7 +30,7 @@ CHECKS: tuple[tuple[CheckNeed, Callable[[Look], Iterator[Finding]]], ...] = (
     ("files", settings.written_files),
     ("template", settings.template),
 )
-"""In the order of their findings. "settings" are checked before a model is fetched."""
+"""In the order of their findings. "names", "database" and "settings" are checked before a model is fetched."""
 
 
 OF_MODELS: frozenset[CheckNeed] = frozenset({"workers", "settings", "model", "files", "template"})

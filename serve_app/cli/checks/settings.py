@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import unquote
 
 from serve_app.cache.tiers.object import file_system_of
 from serve_app.checkpoints.adapter_registry import configured_adapters
@@ -25,7 +26,7 @@ from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.vllm_reader import PARSERS, check_parser
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.engine_factory import drafter_fields, maker_of, refused_settings, served_fields
-from serve_app.stored import URL_VARIABLE, StorageLimits, open_database
+from serve_app.stored import TIMEOUT_S, URL_VARIABLE, StorageLimits, StoreError, open_database
 from serve_app.tenants import load_secret
 
 _TRIED = """
@@ -49,6 +50,59 @@ tokenizer = PromptTokenizer(Path(path), chat_template=template)
 print(*tokenizer.template.notes, sep="\\n")
 print(AnswerReaders(tokenizer, parsers["tool_parser"], parsers["reasoning_parser"]).unread)
 """
+
+
+def names(look: Look) -> Iterator[Finding]:
+    """Check that prices and tenants' lists name what is served; with runtime adapters, any name may be one."""
+    settings = look.settings
+    served = settings.served().values()
+    known = [name for one in served for name in (one.model_name, *one.lora_adapters)]
+    later = any(one.allow_runtime_lora for one in served)
+    served_names = f"no model or adapter has this name; it is {' or '.join(known)}"
+    for name in settings.prices:
+        if name in settings.aliases:
+            yield problem(f"prices.{name}", f"{name} is an alias; give the price of {settings.aliases[name]}")
+        elif name not in known and not later:
+            yield problem(f"prices.{name}", f"the price of {name} never counts: {served_names}")
+    for number, tenant in enumerate(settings.tenants):
+        for name in tenant.models or ():
+            if name not in (*known, *settings.aliases) and not later:
+                yield problem(f"tenants.{number}.models", f"the tenant {tenant.name} is given {name}: {served_names}")
+
+
+def database(_: Look) -> Iterator[Finding]:
+    """Check that the database answers: an ingress refuses everybody until it has read its tenants there."""
+    if not (url := os.environ.get(URL_VARIABLE)):
+        return
+    try:
+        open_database(url, Path(), StorageLimits(1, 1))  # does not connect
+    except StoreError as error:
+        yield problem("database", str(error))
+        return
+    if reason := unreachable(url):
+        found = f"the database of ${URL_VARIABLE} does not answer: {reason.removesuffix('.')}"
+        yield problem("database", found, "start it, or correct the variable")
+    else:
+        yield Finding("database", f"the database of ${URL_VARIABLE} answers")
+
+
+def unreachable(url: str) -> str:
+    """Return why the database at a URL does not answer, "" if it does. The URL's password is never part of it."""
+    try:
+        if url.startswith("redis"):
+            import redis
+
+            redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S).ping()
+        else:
+            import psycopg
+
+            psycopg.connect(url, connect_timeout=TIMEOUT_S).close()
+    except Exception as error:  # of its client, which also takes unknown options for those of its own functions
+        reason = str(error).partition("\n")[0]
+        password = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
+        hidden = bool(password) and (password in reason or unquote(password) in reason)
+        return type(error).__name__ if hidden or not reason else reason
+    return ""
 
 
 def prompts(look: Look) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ def doctor(
     """
     shown: list[Finding] = []
     flags: dict[str, Any] = {"engine": "remote", "workers": worker} if worker else {}
-    needs: list[CheckNeed] = ["installation", "port", "machine", "workers"]
+    needs: list[CheckNeed] = ["installation", "port", "machine", "database", "workers"]
     if model is not None:
         flags["model"] = str(model.resolve())
         needs.append("template")

@@ -66,7 +66,7 @@ def remove(name: Name, url: Url = LOCAL) -> None:
 def changes(limit: Annotated[int, typer.Option(help="how many", min=1, max=1000)] = 20, url: Url = LOCAL) -> None:
     """Show who changed tenants and keys, the newest first."""
     for one in ask(url, "GET", "/v1/admin/changes", query={"limit": str(limit)})["data"]:
-        told = ", ".join(f"{name}: {before} -> {after}" for name, (before, after) in one["changes"].items())
+        told = ", ".join(f"{name}: {_as_yaml(old)} -> {_as_yaml(new)}" for name, (old, new) in one["changes"].items())
         print(f"{one['at']}  {one['operator']}  {one['action']}  {one['tenant']} {one['key']}".rstrip(), told, sep="  ")
 
 
@@ -84,9 +84,17 @@ def _values(fields: list[str] | None) -> dict[str, Any]:
 
 
 def _show(tenant: dict[str, Any]) -> None:
-    told = [f"{name}={value}" for name, value in tenant.items() if name not in _SHOWN and _tells(name, value)]
+    told = [f"{name}={_as_yaml(value)}" for name, value in tenant.items() if name not in _SHOWN and _tells(name, value)]
     changed = f"  (changed: {', '.join(tenant['overrides'])})" if tenant["overrides"] else ""
-    print(f"{tenant['name']}  {tenant['source']}  {len(tenant['keys'])} keys  {'  '.join(told)}".rstrip() + changed)
+    keys = f"{len(tenant['keys'])} key{'s' if len(tenant['keys']) != 1 else ''}"
+    print(f"{tenant['name']}  {tenant['source']}  {keys}  {'  '.join(told)}".rstrip() + changed)
+
+
+def _as_yaml(value: Any) -> str:
+    """Return a value as it may be given to ``set``, without what a map leaves open."""
+    if isinstance(value, dict):
+        value = {name: inner for name, inner in value.items() if inner is not None}
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000).removesuffix("...\n").strip()
 
 
 def _tells(name: str, value: Any) -> bool:

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.cli.checks.settings import unreachable
 from serve_app.errors import Overloaded, RequestTooLarge, ResponseDamaged
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
@@ -56,6 +57,10 @@ def opened(url: str | None, tmp_path: Path, clock: Clock) -> Open:
 @pytest.fixture
 def backend(opened: Open) -> Iterator[Database]:
     yield opened()
+
+
+def test_a_database_that_answers_is_reachable(url: str | None) -> None:
+    assert url is None or unreachable(url) == ""
 
 
 def test_stored_data_stays_for_its_tenant_until_deleted(backend: Database, opened: Open) -> None:

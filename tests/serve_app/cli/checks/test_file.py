@@ -56,6 +56,9 @@ def test_a_good_file_has_no_mistakes(text: str) -> None:
         ("name: Replica", "name: Replicas", 14, "applications.0.deployments.1.name", "there are Ingress and Replica"),
         ("*live", "{}", 15, "applications.0.deployments.1.user_config", "need the same user_config"),
         ("build_app", "make_app", 1, "applications", "no application has the import_path"),
+        ("name: warmpath", "name: warmpath\n    route_prefix: two", 3, "applications.0.route_prefix", "such as /two"),
+        ("name: warmpath", "name: warmpath\n    route_prefix: /two/", 3, "applications.0.route_prefix", "such as /two"),
+        ("lmetric", "lmetric\n          prices: {gpt: {input: 1, output: 2}}", 11, f"{LIVE}.prices.gpt", "it is demo"),
         ("    import_path", "    import_paht", 2, "applications.0.import_path", "Field required"),
     ],
 )
@@ -196,3 +199,31 @@ def test_a_budget_that_is_a_number_is_told_what_a_budget_is() -> None:
     [mistake] = mistakes_in(text)
     assert mistake.line == 4
     assert "{tokens: 5000000, period: day}" in mistake.sentence and "tokens_per_minute" in mistake.sentence
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "words"),
+    [
+        (
+            "prices: {gpt-4.1: {input: 1, output: 2}}",
+            4,
+            "the price of gpt-4.1 never counts: no model or adapter has this name; it is demo or sim",
+        ),
+        ("prices: {gpt-4o: {input: 1, output: 2}}", 4, "is an alias; give the price of demo"),
+        (
+            f"tenants: [{{name: a, key_sha256: ['{'a' * 64}'], models: [gpt-4o, gpt-5]}}]",
+            4,
+            "tenants.0.models: the tenant a is given gpt-5: no",
+        ),
+    ],
+)
+def test_a_name_that_nothing_served_has_is_told(lines: str, line: int, words: str, tmp_path: Path) -> None:
+    """A wrong name makes tokens free, or refuses a tenant its model. With runtime adapters it may be one of theirs."""
+    models = (
+        "models: [{model: demo, allow_runtime_lora: false}, {model: demo, served_model_name: sim, engine: simulated}]"
+    )
+    text = f"{models}\nreplicas: 1\naliases: {{gpt-4o: demo}}\n{lines}\n"
+    status, output = run(tmp_path / "settings.yaml", text)
+    assert status == 1 and f"settings.yaml:{line}: " in output and words in output
+    later = text.replace("allow_runtime_lora: false", "allow_runtime_lora: true")
+    assert ("alias;" in run(tmp_path / "settings.yaml", later)[1]) == ("alias;" in words)

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from serve_app.cli.checks import machine
 from serve_app.cli.checks.finding import Look, RunPlace
 from serve_app.cli.checks.run import CheckNeed, findings
+from serve_app.cli.local_ray import held_port
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings, app_config
 from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE
@@ -98,6 +99,26 @@ def test_a_url_of_stored_responses_that_names_no_database(
     told = said(demo_model_path)
     assert "must be redis://HOST" in told and "hunter2" not in told
     assert sentences(demo_model_path, store_responses=False) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("postgresql://user:hunter2@127.0.0.1:PORT/database", "Connection refused"),
+        ("redis://:hunter2@127.0.0.1:PORT/0", "Connection refused"),
+        ("postgresql://user:hunter%zz2@127.0.0.1:PORT/database", "ProgrammingError"),
+    ],
+)
+def test_a_database_that_does_not_answer_is_told_before_a_start(
+    monkeypatch: pytest.MonkeyPatch, url: str, words: str
+) -> None:
+    """Every ingress would refuse everybody until it has read its tenants. The password is never told."""
+    with held_port() as port:
+        monkeypatch.setenv("WARMPATH_RESPONSES_URL", url.replace("PORT", str(port)))
+        [finding] = findings(Look("start", AppConfig()), "database")
+    told = "the database of $WARMPATH_RESPONSES_URL does not answer: "
+    assert finding.sentence.startswith(told) and words in finding.sentence
+    assert finding.state == "problem" and "hunter" not in finding.sentence
 
 
 def test_more_than_the_machines_memory(demo_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,9 @@ def let_in(url: str, key: str) -> bool:
 def test_a_tenant_and_its_keys_from_the_command_line(url: str) -> None:
     run("tenants add zeta tokens_per_minute=60000", "budget={tokens: 5000000, period: day}")
     listed = run("tenants list").splitlines()
-    assert listed[0] == "acme  settings  1 keys"
-    assert listed[1].startswith("zeta  database  0 keys  tokens_per_minute=60000  budget={'tokens': 5000000")
+    assert listed[0] == "acme  settings  1 key"
+    words = "zeta  database  0 keys  tokens_per_minute=60000  budget={tokens: 5000000, period: day, hard: true}"
+    assert listed[1] == words
     made = run("keys new zeta --expires 90d --label build --url", url)
     key, name = re.findall(r"key: (wp-\S+)\n(key_\w+)  zeta  database  active  until \S+Z  \(build\)", made)[0]
     assert let_in(url, key)
@@ -62,7 +63,7 @@ def test_a_tenant_and_its_keys_from_the_command_line(url: str) -> None:
     run("tenants set zeta disabled=true")
     assert not let_in(url, newer)
     run("tenants remove zeta")
-    assert run("tenants list") == "acme  settings  1 keys\n" and let_in(url, key_of("acme"))
+    assert run("tenants list") == "acme  settings  1 key\n" and let_in(url, key_of("acme"))
     told = run("tenants changes --limit 3").splitlines()
     assert [line.split()[2] for line in told] == ["tenant.removed", "tenant.changed", "tenant.reset"]
     assert all(f"operator_{digest(OPERATOR)[:16]}" in line for line in told)
@@ -76,6 +77,7 @@ def test_a_tenant_and_its_keys_from_the_command_line(url: str) -> None:
         ("tenants add acme", "There is a tenant 'acme' already"),
         ("tenants remove acme", "is in the settings"),
         ("tenants set none disabled=true", "There is no tenant 'none'"),
+        ("tenants set acme budget={token:5}", "budget.token:5: there is no such setting; did you mean tokens?\n"),
         ("keys disable key_1", "There is no key 'key_1'"),
         ("keys rotate key_1 --overlap long", "--overlap takes a duration"),
         ("keys expire key_1 2001-01-01T00:00:00Z", "future"),
@@ -83,6 +85,11 @@ def test_a_tenant_and_its_keys_from_the_command_line(url: str) -> None:
 )
 def test_mistakes_say_what_to_do(url: str, words: str, sentence: str) -> None:
     assert sentence in run(words, status=2)
+
+
+def test_a_url_without_its_scheme_or_with_the_clients_path_is_understood(url: str) -> None:
+    address = url.removeprefix("http://")
+    assert run(f"tenants list --url {address}") == run(f"tenants list --url {url}/v1/") == run("tenants list")
 
 
 def test_a_tenants_key_changes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
