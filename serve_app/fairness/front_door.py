@@ -20,7 +20,7 @@ from serve_app.fairness.shares import Budget, Shares
 
 ALONE_AFTER_S = 10.0
 BESIDE_PART = 16
-"""Work that can wait has one place in this many while others are answered."""
+"""Work that can wait has one place in this many while others are answered, and at least one."""
 _FIRST_GUESS = 0.25
 """Uncached tokens per byte of body, for a new tenant."""
 _WEIGHT = 0.2
@@ -97,7 +97,9 @@ class FrontDoor:
         others = self._line.running(None) - yielding
         running = others + max(asking, yielding)
         alone = not others and self._clock() - self._others_s > ALONE_AFTER_S
-        most = places * 3 // 4 if alone else others + places // BESIDE_PART
+        most = places * 3 // 4
+        if not alone:
+            most = min(most, others + max(1, places // BESIDE_PART))
         return not self._line.waiting() and running < max(1, most) and not self._limits.half_used(tenant)
 
     def load(self, tenant: str | None) -> int:

@@ -123,10 +123,16 @@ def replicas_of(url: str, headers: Mapping[str, str] | None = None) -> dict[str,
 
 def workers_of(url: str, name: str) -> list[int]:
     """Return the pids of an instance's Ray workers with this name: they have the replicas' parent."""
-    parent = psutil.Process(next(int(replica["pid"]) for replica in replicas_of(url).values())).parent()
-    assert parent is not None
+    for replica in replicas_of(url).values():
+        with suppress(psutil.Error, KeyError):  # it was just killed, or has not reported
+            parent = psutil.Process(int(replica["pid"])).parent()
+            assert parent is not None
+            workers = parent.children()
+            break
+    else:
+        return []
     pids = []
-    for worker in parent.children():
+    for worker in workers:
         with suppress(psutil.Error):  # it has just ended
             if name in " ".join(worker.cmdline()):
                 pids.append(worker.pid)

@@ -71,6 +71,21 @@ async def test_work_that_can_wait_is_beside_a_long_answer_however_many_of_it_are
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("places", "others", "lines"), [(1, 1, 0), (2, 1, 0), (4, 1, 1), (12, 1, 1), (12, 8, 1), (12, 9, 0), (64, 46, 2)]
+)
+async def test_a_small_deployment_has_a_place_for_work_that_can_wait(places: int, others: int, lines: int) -> None:
+    """Beside steady light traffic a batch goes on; a quarter of the places stays free for who comes next."""
+    door = door_of(places)
+    running = []
+    for _ in range(others):
+        with door.arrive("a") as arrival:
+            await arrival.turn(1)
+            running.append(arrival.hand_over())
+    assert [door.is_quiet("batch", asking) for asking in range(3)] == [asking < lines for asking in range(3)]
+
+
+@pytest.mark.anyio
 async def test_flex_leaves_half_of_the_waiting_room() -> None:
     """A tenant's flex requests do not cause its other requests to be refused. (docs: routing)"""
     door = door_of(places=1)

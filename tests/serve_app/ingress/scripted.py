@@ -7,8 +7,10 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
+from math import inf
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import uvicorn
@@ -37,6 +39,7 @@ from serve_app.ingress.client_headers import ClientHeaders
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
+from serve_app.ingress.models import Models
 from serve_app.ingress.observe.answer_meter import (
     Observers,
     observe_costs,
@@ -59,6 +62,11 @@ from tests.serve_app.generation.outputs import output
 PATIENCE_S = 30
 BOUNDS = StorageLimits(ttl_s=86_400, max_bytes=1 << 30)
 """The bounds of stored responses."""
+
+Place = Literal["alone", "first", "second"]
+"""Of the model that a test asks for: the only one of its address, or with another one."""
+PLACES: tuple[Place, ...] = ("alone", "first", "second")
+OTHER = "another"
 
 GENERATION = EngineRequest(
     request_id="r",
@@ -100,6 +108,8 @@ class Script:
     def clear(self) -> None:
         self.end_token = None
         self.text, self.step, self.reason, self.fails, self.offers, self.ends = "", 3, "stop", None, True, None
+        if self.door is not None:
+            self.door._others_s = -inf  # a batch has not to wait for the requests of the test before
 
     async def generate(
         self, generation: EngineRequest, *, take: TakeOutput | None = None
@@ -148,6 +158,7 @@ def partial_services(**parts: Any) -> Services:
         given.get("config"),  # type: ignore[arg-type]
         "app", "ingress", group(Access), group(Catalog), group(Fleet), group(Records),
         given.get("completions"),  # type: ignore[arg-type]
+        several=given.get("several"),
     )  # fmt: skip
 
 
@@ -175,7 +186,10 @@ class Loopback:
 
     async def _serve(self, make: Callable[[], Any]) -> None:
         self._loop = asyncio.get_running_loop()
-        listener = socket.create_server(("127.0.0.1", 0))
+        # Only with this protocol does asyncio send small packets at once; else each answer would take 40 ms.
+        listener = socket.socket(proto=socket.IPPROTO_TCP)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = uvicorn.Server(uvicorn.Config(make(), log_level="error", timeout_graceful_shutdown=1))
         self._ready.set()
@@ -208,45 +222,61 @@ def scripted(
     max_body_bytes: int = 8 << 20,
     max_model_len: int = 8192,
     agent_prompt_rules: bool = True,
+    place: Place = "alone",
 ) -> Iterator[tuple[str, Script]]:
     """Serve a checkpoint's tokenizer on loopback, to everybody or to customers; yield the base URL and the script.
 
-    ``backend``: the store of responses, files and batches; None: no store.
+    ``backend``: the store of responses, files and batches; None: no store. ``place``: that of the model among several.
     """
     info, tokenizer, config = (
         load_checkpoint_info(path),
         PromptTokenizer(path),
         AppConfig(model="demo", max_body_bytes=max_body_bytes, agent_prompt_rules=agent_prompt_rules),
     )
-    script, secret = Script(tokenizer), b"s" * 32
+    secret, names = b"s" * 32, {"alone": ("demo",), "first": ("demo", OTHER), "second": (OTHER, "demo")}[place]
     tenants, metrics, drain, shares = Tenants(customers, secret), IngressMetrics(), Drain(), Shares({})
-    preparer = Preparer(info, tokenizer, tenants, secret, AdapterRegistry("demo"), Limits(max_model_len, 64))
     workers, readers = FairWorkers(shares), AnswerReaders(tokenizer, "auto")
-    door = script.door = FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26)
-    misses = MissDetector(tokenizer.text_of, workers, PromptMemory(lambda: 1), metrics.missed)
-    observers = observed(metrics, door, misses)
-    services = partial_services(
-        config=config,
-        base_model=model_body("demo", 0, 8192),
-        tenants=tenants,
-        drain=drain,
-        front_door=door,
-        history=MessageHistory(),
-        guard=RouteGuard(tenants, metrics, drain, observers=observers),
-        tracer=tracer,
-        completions=Completions(config, preparer, script, tokenizer, readers, observers, metrics, door, workers, drain),
-    )
+    entrance = FrontDoor(shares, places=lambda: 1, max_waiting=64, max_bytes=1 << 26)
+    models = Models(config, entrance, metrics, cast(Any, None)) if len(names) > 1 else None
+    guard, history = RouteGuard(tenants, metrics, drain), MessageHistory()
+    scripts, served = dict[str, Script](), dict[str, Services]()
+    for name in names:
+        script = scripts[name] = Script(tokenizer, "" if name == "demo" else "Nobody asked for me.")
+        adapters = AdapterRegistry(name)
+        preparer = Preparer(info, tokenizer, tenants, secret, adapters, Limits(max_model_len, 64))
+        door = script.door = FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26)
+        observers = observed(
+            metrics, door, MissDetector(tokenizer.text_of, workers, PromptMemory(lambda: 1), metrics.missed)
+        )
+        if name == "demo":
+            guard.observers = observers
+        completions = Completions(
+            config, preparer, script, tokenizer, readers, observers, metrics, door, workers, drain,
+            *((models.entrance, models.choose) if models is not None else ()),
+        )  # fmt: skip
+        served[name] = partial_services(
+            config=config, base_model=model_body(name, 0, 8192), adapters=adapters, tenants=tenants, drain=drain,
+            front_door=door, history=history, guard=guard, tracer=tracer, completions=completions, several=models,
+        )  # fmt: skip
+    if models is not None:
+        models.served |= served
 
     def application() -> ClientHeaders:
         if backend is not None:
-            services.records.stored = StoredResponses(backend, secret, FairWorkers(shares), BOUNDS)
+            stored = StoredResponses(backend, secret, FairWorkers(shares), BOUNDS)
             objects = StoredObjects(backend, secret, FairWorkers(shares), BOUNDS)
-            gate = ModelGate(lambda name: name == "demo", door, lambda: 1, lambda: 0)
-            services.records.batches = script.desk = BatchDesk(objects, "ingress", lambda: tenants.by_name, [gate])
-        return ClientHeaders(make_application(services))  # as Ray serves it
+            gates = [
+                ModelGate(partial(str.__eq__, name), one.access.front_door, lambda: 1, lambda: 0)
+                for name, one in served.items()
+            ]
+            desk = scripts["demo"].desk = BatchDesk(objects, "ingress", lambda: tenants.by_name, gates)
+            for services in served.values():
+                services.records.stored, services.records.batches = stored, desk
+        return ClientHeaders(make_application(served[names[0]]))  # as Ray serves it
 
     with Loopback(application) as running:
-        yield running.url, script
+        yield running.url, scripts["demo"]
+    assert not any(scripts[name].asked for name in names if name != "demo"), "another model was asked"
 
 
 @asynccontextmanager

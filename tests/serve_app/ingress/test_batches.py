@@ -26,7 +26,7 @@ from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
 from serve_app.ingress.batches import BatchDesk, ModelGate
 from serve_app.stored import StoredObjects, open_database
-from tests.serve_app.ingress.scripted import BOUNDS, PATIENCE_S, Script, scripted
+from tests.serve_app.ingress.scripted import BOUNDS, PATIENCE_S, Place, Script, scripted
 
 KEYS = {"acme": "wp-acme", "globex": "wp-globex"}
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -44,8 +44,9 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(demo_model_path: Path, database: Path) -> Iterator[tuple[str, Script]]:
-    with scripted(demo_model_path, customers=customers(), backend=open_database(None, database, BOUNDS)) as running:
+def served(place: Place, demo_model_path: Path, database: Path) -> Iterator[tuple[str, Script]]:
+    backend = open_database(None, database, BOUNDS)
+    with scripted(demo_model_path, customers=customers(), backend=backend, place=place) as running:
         yield running
 
 

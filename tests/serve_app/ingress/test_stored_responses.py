@@ -16,7 +16,7 @@ from openai.types.responses import Response
 
 from serve_app.config.tenants import TenantConfig
 from serve_app.stored import Database, open_database
-from tests.serve_app.ingress.scripted import BOUNDS, Script, scripted
+from tests.serve_app.ingress.scripted import BOUNDS, Place, Script, scripted
 from tests.serve_app.ingress.test_responses import CALL, TOOL
 from tests.serve_app.tool_templates.families import family
 
@@ -41,8 +41,9 @@ def backend(file: Path) -> Database:
 
 
 @pytest.fixture(scope="module")
-def served(model_path: Path, backend: Database) -> Iterator[tuple[str, Script]]:
-    with scripted(model_path, customers=CUSTOMERS, backend=backend, max_body_bytes=MAX_BODY_BYTES) as running:
+def served(place: Place, model_path: Path, backend: Database) -> Iterator[tuple[str, Script]]:
+    options: dict[str, Any] = {"customers": CUSTOMERS, "backend": backend, "max_body_bytes": MAX_BODY_BYTES}
+    with scripted(model_path, place=place, **options) as running:
         yield running
 
 
@@ -272,22 +273,26 @@ def owned(clients: dict[str, OpenAI], served: tuple[str, Script]) -> str:
     return clients["acme"].responses.create(model="demo", input="A secret of acme's").id
 
 
+@pytest.fixture(scope="module")
+def http(served: tuple[str, Script]) -> Iterator[httpx.Client]:
+    """Another tenant."""
+    headers = {"authorization": f"Bearer {KEYS['globex']}"}
+    with httpx.Client(base_url=served[0], headers=headers, trust_env=False) as made:
+        yield made
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_no_tenant_sees_that_another_has_a_response(
-    data: st.DataObject, served: tuple[str, Script], owned: str
-) -> None:
+def test_no_tenant_sees_that_another_has_a_response(data: st.DataObject, http: httpx.Client, owned: str) -> None:
     """Another tenant's id, ids near it and any others get the same answer, on every route. (docs: isolation)"""
     near = st.sampled_from([owned, owned.upper(), owned[:-1], f"{owned}0", f"{owned}%00", f"acme%00{owned}"])
     response_id = data.draw(near | st.from_regex(r"resp_[0-9a-f]{32}", fullmatch=True))
     unknown = "resp_" + "0" * 32
-    headers = {"authorization": f"Bearer {KEYS['globex']}"}
 
     def answers(of: str) -> list[tuple[int, str]]:
-        url, body = f"{served[0]}/v1/responses", {"model": "demo", "input": "x", "previous_response_id": of}
-        with httpx.Client(headers=headers, trust_env=False) as http:
-            asked = [http.get(f"{url}/{of}"), http.get(f"{url}/{of}?stream=true"), http.get(f"{url}/{of}/input_items")]
-            asked += [http.delete(f"{url}/{of}"), http.post(url, json=body)]
+        url, body = "/v1/responses", {"model": "demo", "input": "x", "previous_response_id": of}
+        asked = [http.get(f"{url}/{of}"), http.get(f"{url}/{of}?stream=true"), http.get(f"{url}/{of}/input_items")]
+        asked += [http.delete(f"{url}/{of}"), http.post(url, json=body)]
         return [(one.status_code, one.json()["error"]["code"]) for one in asked]
 
     assert answers(response_id) == answers(unknown) == [(404, "not_found")] * 4 + [(400, "previous_response_not_found")]
