@@ -194,7 +194,9 @@ class Sessions:
         self._live: set[str] = set()  # tenants with live sessions
         self._stale: set[str] = set()  # tenants whose sessions' ends may have moved
         self._numbers = count()
-        self._ended_s = -inf
+        self._computing: set[str] = set()  # requests without a first token
+        self._idle_since_s = clock()
+        self._idle_s = 0.0
 
     def begin(
         self,
@@ -236,6 +238,7 @@ class Sessions:
         session.name, session.parent = name or session.name, parent or session.parent
         session.expected_tokens, session.closing = expected_tokens, final
         self._by_request[request_id] = session
+        self._compute(request_id)
         self._count(own, session)
         for child in [child for child in own.live if name and child.parent == name and not child.running]:
             child.left = True
@@ -249,10 +252,11 @@ class Sessions:
     def end(self, request_id: str, answer_tokens: int = 0) -> Session | None:
         """Record the end of a request, with any outcome. Return its session if that ends with it."""
         session = self._by_request.pop(request_id, None)
+        self.first_token(request_id)
         if session is not None:
             session.tokens = 0 if session.waits else session.tokens + answer_tokens
             session.running, session.waits, session.expected_tokens = "", False, 0
-            session.used_s = self._ended_s = self._clock()
+            session.used_s = self._clock()
             own = self._tenants[session.tenant]
             self._count(own, session)
             if session.closing:
@@ -294,12 +298,15 @@ class Sessions:
 
     def drop(self, request_id: str) -> None:
         """Forget the session of a running request."""
+        self.first_token(request_id)
         session = self._by_request.get(request_id)
         if session is not None:
             self._forget(self._tenants[session.tenant], session)
 
     def set_waiting(self, session: Session, *, waits: bool) -> None:
         """Note that a running session waits for its start, or no longer does."""
+        if waits != session.waits:
+            (self.first_token if waits else self._compute)(session.running)
         session.waits = waits
         if self._by_request.get(session.running) is session:
             self._count(self._tenants[session.tenant], session)
@@ -338,9 +345,26 @@ class Sessions:
         ends = (self._tenants[name].next_end_s() for name in self._live if tenant in (None, name))
         return min(ends, default=inf)
 
-    def busy_until_s(self) -> float:
-        """Return the time at which the last answer ended; infinite while a request runs."""
-        return inf if any(not session.waits for session in self._by_request.values()) else self._ended_s
+    def first_token(self, request_id: str) -> None:
+        """Note that a request's prompt has been computed."""
+        if request_id in self._computing:
+            self._computing.remove(request_id)
+            if not self._computing:
+                self._idle_since_s = self._clock()
+
+    def _compute(self, request_id: str) -> None:
+        if not self._computing:
+            self._idle_s = self.idle_s()
+        self._computing.add(request_id)
+
+    def idle_s(self) -> float:
+        """Return the time, in seconds, in which no prompt was computed or could have been."""
+        return self._idle_s + (0.0 if self._computing else self._clock() - self._idle_since_s)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no prompt is computed or waits for it; those that wait for space do not count."""
+        return not self._computing
 
     def state(self, session: Session, pace: float) -> SessionState:
         """Return a session's current state."""

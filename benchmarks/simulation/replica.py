@@ -255,6 +255,7 @@ class SimulatedReplica:
         self.current = None
         self.decoding += 1
         self.on_first_token(job)
+        self.sessions.first_token(str(job.request.number))
         output_s = job.request.trace.output_tokens * self.settings.decode_token_s
         self.clock.after(output_s, lambda: self._end(job, job.blocks))
         self._start_next()

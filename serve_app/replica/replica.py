@@ -302,7 +302,10 @@ class Replica:
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         self._running.deliver(outputs)
-        if any(output.first is not None for output in outputs):
+        begun = [output.request_id for output in outputs if output.first is not None]
+        for request_id in begun:
+            self._gate.first_token(request_id)
+        if begun:
             self._reporter.prefills_changed()
 
     def _refusal(self, request_id: str, error: Exception) -> EngineOutput:

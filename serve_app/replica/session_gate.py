@@ -5,8 +5,9 @@ limit holds, and it ends like any other. All in the replica's loop.
 
 A request with most of its prompt cached starts at once. Another one waits while live sessions and its own context
 exceed the pool, unless its tenant's sessions and it fit the tenant's share, so that a flood delays only its own tenant.
-No request waits longer than ``wait_s``. Without admission, in a pool that is too small, every returning session
-recomputes the blocks that the previous one evicted. Not thread-safe.
+Without admission, in a pool that is too small, every returning session recomputes the blocks that the previous one
+evicted. Where a replica has the time, that is cheaper than a wait: a request starts once no prompt was computed, while
+it waited, for as long as the tokens take that it may evict. No request waits longer than ``wait_s``. Not thread-safe.
 """
 
 import asyncio
@@ -63,6 +64,7 @@ class Admission:
     wait_s: float
     shares: Shares = field(default_factory=lambda: Shares({}))
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
+    _spent_s: float = 0.0  # of the sessions' idle time: before the first one waited, and taken by starts since
     _waits_s: Histogram = field(default_factory=lambda: Histogram(WAIT_BUCKETS_S))
 
     def waits(
@@ -78,6 +80,8 @@ class Admission:
         if not self.wait_s or needed_tokens * SMALL_PART <= self.pool_tokens or 2 * needed_tokens <= session.tokens:
             return False
         self.sessions.set_waiting(session, waits=True)
+        if not self._waiting:
+            self._spent_s = self.sessions.idle_s()
         until_s = now_s + min(self.wait_s, timeout_s / 2)
         self._waiting[session.running] = _Waiting(session, now_s, session.served(now_s), cached_tokens, until_s)
         return True
@@ -100,7 +104,6 @@ class Admission:
         if not self._waiting:
             return []
         room, now_s, pace = self.room_tokens, self.clock(), self.sessions.pace()
-        idle_s = now_s - self.sessions.busy_until_s()
         held = self.sessions.held()
         held_tokens = held.total()
         tenants = held.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
@@ -129,8 +132,11 @@ class Admission:
             passed = sums[bisect_right(services, MUCH * session.served(now_s))]
             # Not ``verdict``: within its share it also takes the space of others' sessions that wait for their return.
             fits = held_tokens - passed + tokens <= room or held[tenant] - passed + tokens <= share[tenant]
-            if fits or not held or idle_s >= tokens / pace or waiting.until_s <= now_s:
-                idle_s = 0.0
+            evicted_s = self._evicted_tokens(tokens, held_tokens - passed, room) / pace
+            idle = self.sessions.idle and self.sessions.idle_s() - self._spent_s >= evicted_s
+            if fits or not held or idle or waiting.until_s <= now_s:
+                if held and not fits:
+                    self._spent_s += evicted_s
                 started.append(request_id)
                 self._waits_s.observe(now_s - waiting.arrival_s)
                 held[tenant] += tokens
@@ -138,6 +144,11 @@ class Admission:
                 self.sessions.set_waiting(session, waits=False)
                 del self._waiting[request_id]
         return started
+
+    @staticmethod
+    def _evicted_tokens(tokens: int, held_tokens: int, room: float) -> float:
+        """Return how many tokens of live sessions a context of ``tokens`` may evict."""
+        return max(0.0, min(tokens, held_tokens + tokens - room))
 
     def _paused(self, tenant: str) -> tuple[list[float], list[int]]:
         """Return the services of a tenant's paused sessions, ascending; and the tokens of those from each one on."""
@@ -155,9 +166,12 @@ class Admission:
         """Return the time at which more requests may start even if none ends; infinite without waiting requests."""
         if not self._waiting:
             return math.inf
-        pace, waiting = self.sessions.pace(), self._waiting.values()
-        idle_s = self.sessions.busy_until_s() + min(one.session.own_tokens for one in waiting) / pace
-        return min([min(one.until_s for one in waiting), idle_s, self.sessions.next_end_s()])
+        waiting, idle_until_s = self._waiting.values(), math.inf
+        if self.sessions.idle:
+            least, held_tokens = min(one.session.own_tokens for one in waiting), self.sessions.held().total()
+            evicted_s = self._evicted_tokens(least, held_tokens, self.room_tokens) / self.sessions.pace()
+            idle_until_s = self.clock() + evicted_s - (self.sessions.idle_s() - self._spent_s)
+        return min([min(one.until_s for one in waiting), idle_until_s, self.sessions.next_end_s()])
 
 
 MOST_TOLD = 200
@@ -253,6 +267,12 @@ class SessionGate:
         self._admit()
         self._changed.set()
         return None if held.done else held
+
+    def first_token(self, request_id: str) -> None:
+        """Note that a request's prompt has been computed."""
+        self.sessions.first_token(request_id)
+        if self._held and self.sessions.idle:
+            self._changed.set()
 
     def end(self, request_id: str, answer_tokens: int) -> None:
         """Note that a request has ended, successfully or not."""

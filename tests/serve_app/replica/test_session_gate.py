@@ -70,7 +70,9 @@ def other(seed: int, tokens: int = 600) -> TokenArray:
 async def test_a_context_waits_while_another_session_is_about_to_return(bench: Bench) -> None:
     assert not bench.submit("a", prompt(600))
     await bench.ended("a")
+    assert not bench.submit("busy", other(4, 16)), "its prompt is computed until its end here"
     assert bench.submit("b", other(1))
+    await asyncio.to_thread(bench.told.wait, ["busy"])
     assert bench.engine.load().waiting_sequences == 1
     bench.clock.now_s = 5.0
     assert not bench.submit("a2", np.concatenate([prompt(600), other(2, 16)])), "a return never waits"
@@ -79,11 +81,24 @@ async def test_a_context_waits_while_another_session_is_about_to_return(bench: B
     assert bench.figure("warmpath_sessions", state="waiting") == 1
     assert bench.figure("warmpath_session_returns_total", outcome="hit") == 1
     bench.clock.now_s += PAUSE_S
-    assert not bench.submit("small", other(3, 15))
-    await bench.ended("small")
+    await bench.ended("busy")
     await bench.ended("b")
     assert bench.engine.load().waiting_sequences == 0
     assert bench.figure("warmpath_wait_seconds_sum", place="session") == 5.0 + PAUSE_S
+
+
+async def test_a_first_token_lets_it_start_in_time(bench: Bench) -> None:
+    """A prompt that takes as long as another session's answer delays nobody once it has been computed."""
+    assert not bench.submit("a", prompt(600))
+    assert bench.submit("b", other(1))
+    task = asyncio.create_task(bench.gate.run())
+    await asyncio.to_thread(bench.told.wait, ["a"])
+    assert bench.figure("warmpath_sessions", state="waiting") == 1
+    bench.gate.first_token("a")
+    bench.clock.now_s = 1.0
+    await bench.ended("b")
+    assert bench.figure("warmpath_sessions", state="running") == 1, "the other one has not ended"
+    task.cancel()
 
 
 async def test_time_alone_lets_it_start(bench: Bench) -> None:

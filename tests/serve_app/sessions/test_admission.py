@@ -59,19 +59,26 @@ def test_a_context_that_does_not_fit_beside_live_ones_waits_until_one_of_them_is
     assert bench.admission.admitted() == [second]
 
 
-def test_an_idle_replica_waits_for_no_return_longer_than_a_context_takes_to_compute() -> None:
+def test_a_wait_ends_once_the_replica_was_idle_for_what_the_context_may_evict() -> None:
+    """Prompts alone make it busy, and what one start takes of its idle time is no other's."""
     bench = Bench(wait_s=1000.0, pace=1000.0)
     first, second, third = (bench.arrive(40_000) for _ in range(3))
     assert bench.admission.admitted() == [first]
-    bench.clock.now_s = 50.0
-    assert bench.admission.admitted() == [], "it is not idle while one runs"
-    bench.end(first)
-    assert bench.admission.look_again_s() == 90.0
-    bench.clock.now_s = 89.9
+    bench.clock.now_s = 30.0
+    assert bench.admission.admitted() == [], "it computes a prompt"
+    assert bench.admission.look_again_s() == 1000.0
+    bench.sessions.first_token(first)
+    assert bench.admission.look_again_s() == 46.0, "16,000 of its 40,000 tokens find no space"
+    bench.clock.now_s = 45.9
     assert bench.admission.admitted() == []
-    bench.clock.now_s = 90.0
+    bench.clock.now_s = 46.0
     assert bench.admission.admitted() == [second]
-    assert bench.admission.admitted() == [] and third in bench.admission._waiting
+    assert bench.admission.look_again_s() == 1000.0
+    bench.clock.now_s = 60.0
+    bench.sessions.first_token(second)
+    assert bench.admission.look_again_s() == 100.0, "all of its tokens evict others"
+    bench.clock.now_s = 100.0
+    assert bench.admission.admitted() == [third]
 
 
 def test_a_wait_leaves_half_of_a_requests_time_for_its_answer() -> None:

@@ -245,6 +245,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("begin"), st.sampled_from("ab"), st.integers(0, 6), st.booleans()),
     st.tuples(st.just("end"), st.integers(0, 9)),
     st.tuples(st.just("start"), st.integers(0, 9)),
+    st.tuples(st.just("first_token"), st.integers(0, 9)),
     st.tuples(st.just("pause"), st.sampled_from([0.0, 1.0, 7.0, 30.0, 160.0, 4000.0])),
     st.tuples(st.just("pace"), st.sampled_from([0.0, 5.0, 40.0, 41.0, 900.0])),
 )
@@ -258,7 +259,8 @@ def test_the_sums_are_those_of_all_sessions(actions: list[Any]) -> None:
     sessions = Sessions(SIZE, clock, lambda: pace[0])
     open_ones: list[Session] = []
     lengths: Counter[tuple[str, int]] = Counter()
-    ended_s = -math.inf
+    computing: set[str] = set()
+    idle_s = 0.0
     for number, (action, *how) in enumerate(actions):
         if action == "begin":
             tenant, which, waits = how
@@ -266,16 +268,25 @@ def test_the_sums_are_those_of_all_sessions(actions: list[Any]) -> None:
             prompt = chain((f"{which}-", 20 + lengths[tenant, which]))
             open_ones.append(sessions.begin(str(number), tenant, prompt, len(prompt), 16 * which))
             sessions.set_waiting(open_ones[-1], waits=waits)
+            computing |= set() if waits else {str(number)}
         elif action == "pause":
             clock.now_s += how[0]
+            idle_s += 0.0 if computing else how[0]
             sessions.expire()
         elif action == "pace":
             pace[0] = how[0]
         elif open_ones and action == "start":
-            sessions.set_waiting(open_ones[how[0] % len(open_ones)], waits=False)
+            started = open_ones[how[0] % len(open_ones)]
+            computing |= {started.running} if started.waits else set()
+            sessions.set_waiting(started, waits=False)
+        elif open_ones and action == "first_token":
+            begun = open_ones[how[0] % len(open_ones)].running
+            computing.discard(begun)
+            sessions.first_token(begun)
         elif open_ones:
-            sessions.end(open_ones.pop(how[0] % len(open_ones)).running, 30)
-            ended_s = clock.now_s
+            ended = open_ones.pop(how[0] % len(open_ones)).running
+            computing.discard(ended)
+            sessions.end(ended, 30)
         held: Counter[str] = Counter()
         rate, ends_s, states = sessions.pace(), [math.inf], Counter[str]()
         for session in sessions.all():
@@ -287,7 +298,7 @@ def test_the_sums_are_those_of_all_sessions(actions: list[Any]) -> None:
         assert sessions.held() == held
         assert sessions.held().keys() == held.keys()
         assert sessions.next_end_s() == min(ends_s)
-        assert sessions.busy_until_s() == (math.inf if states["running"] else ended_s)
+        assert sessions.idle == (not computing) and sessions.idle_s() == pytest.approx(idle_s)
         told = {dict(labels)["state"]: value for name, labels, value in sessions.samples() if name.endswith("sessions")}
         assert {state: told[state] for state in states} == states
 
