@@ -547,8 +547,12 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineMaker:
-    """Builds an engine; the other fields return a sentence for each unsupported setting or model (config.json)."""
+    """Builds an engine; the other fields return a sentence for each unsupported setting or model (config.json).
+
+    ``costs_of_model``: for settings that cost a model something unexpected.
+    """
 
     build: Callable[[AppConfig, CheckpointInfo, EventSink], Engine]
     refused_settings: Callable[..., list[str]] = lambda _, *, on_cpu: []
     refused_model: Callable[..., list[str]] = lambda _, __, *, on_cpu: []
+    costs_of_model: Callable[[Mapping[str, Any], AppConfig], list[str]] = lambda _, __: []

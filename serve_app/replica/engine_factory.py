@@ -1,6 +1,7 @@
 """Make an engine of the right size from a deployment's settings and a checkpoint's facts."""
 
 import json
+import logging
 import math
 import os
 import pkgutil
@@ -28,6 +29,7 @@ from serve_app.tenants import worker_key
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T", bound="DataclassInstance")
 
 _KV_FIELDS = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}
@@ -75,6 +77,8 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     config, fields = with_local_drafter(config), served_fields(config, info.path)
     if refused := vllm_refusals.refused_model(fields, config, on_cpu=on_cpu):
         raise ValueError("; ".join(refused))
+    for sentence in vllm_refusals.costs_of_model(fields, config):
+        _log.warning(sentence)
     drafting, drafter = config.drafting, drafter_fields(config, fields)
     dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
     kv_dtype = config.engine_args.get("kv_cache_dtype") or "auto"
@@ -216,6 +220,8 @@ def _settings(kind: type[T], config: AppConfig, **own: Any) -> T:
 
 
 TORCH = EngineMaker(_torch_engine)
-VLLM = EngineMaker(_vllm_engine, vllm_refusals.refused_settings, vllm_refusals.refused_model)
+VLLM = EngineMaker(
+    _vllm_engine, vllm_refusals.refused_settings, vllm_refusals.refused_model, vllm_refusals.costs_of_model
+)
 SIMULATED = EngineMaker(_simulated_engine)
 REMOTE = EngineMaker(_remote_engine, _without_workers)

@@ -1,7 +1,7 @@
 """vLLM behind the engine's contract, and its tokens beside the built-in engine's. One vLLM serves all tests."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from router.protocol.request import Decision
 from serve_app.engine.protocol import (
     AdapterError,
     EngineError,
+    EngineOutput,
     EngineRequest,
     RemoteKv,
     RequestTooLong,
@@ -387,19 +388,27 @@ def test_saves_stay_until_a_reset_or_their_end(both: Both) -> None:
 
 
 def test_a_dead_core_fails_requests_at_once_and_is_seen(both: Both) -> None:
-    """The replica is then replaced; the engine still ends cleanly, and leaves no process and no file."""
+    """Other replicas can go on with them. The engine still ends cleanly, and leaves no process and no file."""
     ours = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
     assert len(ours) == 1, "the core computes itself"
     directory = both.vllm._endpoints.directory
-    collector = Collector()
-    both.vllm.submit(request("dying", both.prompt(40, seed=77), 1500, temperature=1.0, seed=1), collector)
+    collector, kinds = Collector(), dict[str, str]()
+
+    def sink(outputs: Sequence[EngineOutput]) -> None:
+        kinds.update({output.request_id: output.error for output in outputs})
+        collector(outputs)
+
+    both.vllm.submit(request("dying", both.prompt(40, seed=77), 1500, temperature=1.0, seed=1), sink)
     collector.wait_tokens("dying", 2, 120)
     for child in ours:
         if "EngineCore" in child.name():
             child.kill()
     collector.wait(["dying"], 120)
-    assert collector.finish["dying"] == "error"
     assert not both.vllm.healthy()
+    both.vllm.submit(request("next", both.prompt(40)), sink)
+    collector.wait(["next"], 120)
+    assert collector.finish == dict.fromkeys(("dying", "next"), "error")
+    assert kinds == dict.fromkeys(("dying", "next"), "unavailable")
     both.vllm.stop()
     both.vllm.stop()
     with pytest.raises(EngineError):

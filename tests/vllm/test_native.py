@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
+from vllm.utils.system_utils import get_mp_context
 
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
@@ -35,6 +36,7 @@ def both(request: pytest.FixtureRequest, demo_model_path: Path) -> Iterator[Both
             patch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "0")  # a function that the interpreter lacks
             patch.setenv("PYTHONPATH", str(Path(__file__).parent / "interpreted"), prepend=os.pathsep)
             patch.setattr("vllm.config.vllm.HAS_TRITON", True)
+            patch.setattr("vllm.v1.engine.utils.get_mp_context", get_mp_context)  # of a new process
         with both_engines(demo_model_path, exact_resume="off", **drafts) as running:
             assert not running.vllm.settings.exact
             assert is_v2(running) == (request.param == "V2")

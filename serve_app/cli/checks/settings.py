@@ -183,6 +183,8 @@ def model(look: Look) -> Iterator[Finding]:
     fields, on_cpu = served_fields(settings, info.path), not settings.replica_num_gpus
     refused = maker_of(settings).refused_model(fields, settings, on_cpu=on_cpu)
     yield from (problem("model", sentence) for sentence in refused)
+    costs = maker_of(settings).costs_of_model(fields, settings)
+    yield from (Finding("model", sentence, state="warning") for sentence in costs)
     drafter = settings.drafting.get("model")
     if isinstance(drafter, str) and (place == "start" or Path(drafter).is_dir()):
         yield from _refusal("speculative_config", lambda: drafter_fields(settings, fields))

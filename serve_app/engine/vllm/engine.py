@@ -314,7 +314,10 @@ class VllmEngine:
         elif isinstance(error, TimeoutError):
             self._end(live, "timeout", message="The answer took too long; ask for fewer tokens.")
         else:
-            self._end(live, "error", message=f"vLLM failed: {type(error).__name__}" if error else "vLLM ended it")
+            # A dead core fails all its requests. Other replicas can go on with them, until this one is replaced.
+            kind: ErrorKind = "unavailable" if self._frontend.errored else "failed"
+            why = f"vLLM failed: {type(error).__name__}" if error else "vLLM ended it"
+            self._end(live, "error", error=kind, message=why)
 
     def _take(self, live: LiveRequest, part: Generated) -> None:
         request, sampling = live.request, live.request.sampling

@@ -105,7 +105,7 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
 def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool) -> list[str]:
     """Return the conflicts between these settings and a model's config.json.
 
-    Windows in some layers, beside full attention in others, cause none: with copies vLLM keeps all their KV.
+    Windows in some layers, beside full attention in others, cause none, but a cost: see ``costs_of_model``.
     """
     text: Mapping[str, Any] = fields.get("text_config") or fields
     kinds = set(text.get("layer_types") or text.get("layers_block_type") or ())
@@ -127,7 +127,7 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
         found.append(
             "data_parallel_size: in vLLM's CPU build ranks cannot exchange the tokens of their experts; use replicas"
         )
-    moves = [name for name in ("kv_pull", "prewarm", "handover") if getattr(config, name)] if states or windowed else []
+    moves = _moves(config) if states or windowed else []
     moves += ["pin_budget"] if states and config.pin_budget else []
     if moves:
         feature = states[0] if states else f"a window of {text.get('sliding_window')} in every layer"
@@ -136,6 +136,19 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
             f"{'neither copied nor kept' if states else 'not copied'}; leave it out"
         )
     return found + refused_ranks(config, fields)
+
+
+def costs_of_model(fields: Mapping[str, Any], config: AppConfig) -> list[str]:
+    """Return a sentence if settings cost a model, by its config.json, more of the pool than their names say."""
+    text: Mapping[str, Any] = fields.get("text_config") or fields
+    mixed = {*(text.get("layer_types") or ())} >= {"sliding_attention", "full_attention"}
+    window, moves = text.get("sliding_window"), _moves(config)
+    if not (mixed or "sliding_window_pattern" in text) or not window or not moves:
+        return []
+    return [
+        f"{', '.join(moves)}: with copies vLLM keeps all KV of the layers with a window of {window} "
+        "tokens, not the window's alone, so the pool holds fewer prefixes; leave it out where that counts more"
+    ]
 
 
 def refused_card(settings: VllmSettings, card_bytes: int) -> list[str]:
@@ -160,6 +173,10 @@ def refused_ranks(config: AppConfig, fields: Mapping[str, Any]) -> list[str]:
             f"tensor_parallel_size={ranks} does not divide {heads} attention heads and {kv_heads} KV heads; lower it"
         ]
     return [f"pipeline_parallel_size={stages} is more than the model has layers; lower it"] if layers < stages else []
+
+
+def _moves(config: AppConfig) -> list[str]:
+    return [name for name in ("kv_pull", "prewarm", "handover") if getattr(config, name)]
 
 
 def _changed(config: AppConfig, name: str) -> bool:

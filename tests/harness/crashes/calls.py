@@ -191,9 +191,10 @@ class CallCrashes:
         tokenizer: PromptTokenizer,
         matchers: Matchers,
         rng: random.Random,
+        kind: type[BreakingReplicas] = BreakingReplicas,
     ) -> None:
-        core = RoutingCore("crashes", RouterSettings(block_size=block_size))
-        self.replicas = BreakingReplicas(engines, core, matchers, rng)
+        self.core = core = RoutingCore("crashes", RouterSettings(block_size=block_size))
+        self.replicas = kind(engines, core, matchers, rng)
         self._preparer = preparer
         self._tokenizer = tokenizer
         self._number = 0
@@ -212,6 +213,12 @@ class CallCrashes:
         self, wanted: GenerateRequest, generations: Sequence[EngineRequest], breaks: Sequence[Sequence[int]] = ()
     ) -> Reply | Broken:
         """Answer. ``breaks``: for each choice, the tokens after which each of its calls breaks."""
+        return (await self.answered(wanted, generations, breaks))[0]
+
+    async def answered(
+        self, wanted: GenerateRequest, generations: Sequence[EngineRequest], breaks: Sequence[Sequence[int]] = ()
+    ) -> tuple[Reply | Broken, list[str]]:
+        """Return what ``answer`` does, and the name of each choice's generation."""
         asked = []
         for index, generation in enumerate(generations):
             self._number += 1
@@ -219,18 +226,19 @@ class CallCrashes:
             if index < len(breaks):
                 self.replicas.breaks[request_id] = list(breaks[index][:MOST_BREAKS])
             asked.append(structs.replace(generation, request_id=request_id))
+        names = [generation.request_id for generation in asked]
         try:
             read = await asyncio.gather(
                 *(self._choice(index, generation, wanted) for index, generation in enumerate(asked))
             )
         except WarmpathError as error:
-            return Broken(repr(error))
+            return Broken(repr(error)), names
         finally:
             for generation in asked:
                 self.replicas.breaks.pop(generation.request_id, None)
         choices = tuple((text, reason) for text, reason, _ in read)
         prompt_tokens = sum(len(generation.token_ids) for generation in asked[:: wanted.n])
-        return Reply(choices, prompt_tokens, sum(tokens for _, _, tokens in read))
+        return Reply(choices, prompt_tokens, sum(tokens for _, _, tokens in read)), names
 
     async def _choice(self, index: int, generation: EngineRequest, wanted: GenerateRequest) -> tuple[str, str, int]:
         text, reason, tokens = "", "", 0

@@ -149,12 +149,14 @@ def test_an_adapter_of_too_high_a_rank(demo_model_path: Path, tmp_path: Path) ->
         ({"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64, "use_sliding_window": True},
          "torch", "qwen3: layers of type sliding_attention"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "vllm", "a window of 64 in every layer"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64},
+         "vllm", "kv_pull: with copies vLLM keeps all KV of the layers with a window of 64 tokens"),
     ],
 )  # fmt: skip
 def test_an_architecture_that_is_not_served(
     demo_model_path: Path, tmp_path: Path, fields: dict[str, Any], engine: str, words: str
 ) -> None:
-    """Another model's config, or layers that an engine cannot compute, are found without the weights."""
+    """Another model's config, layers that an engine cannot compute, or at a price, are found without the weights."""
     changed = tmp_path / "changed"
     shutil.copytree(demo_model_path, changed)
     config = json.loads((changed / "config.json").read_text())

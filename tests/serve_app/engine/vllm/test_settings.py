@@ -15,7 +15,7 @@ from serve_app.engine.protocol import AdapterError
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.drafts import with_whole_hits
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
-from serve_app.engine.vllm.refusals import TABLE, refused_card, refused_model
+from serve_app.engine.vllm.refusals import TABLE, costs_of_model, refused_card, refused_model
 from serve_app.engine.vllm.settings import (
     EXECUTOR,
     WHOLE_HITS,
@@ -223,6 +223,29 @@ def test_settings_that_a_models_layers_rule_out_are_refused(
 def test_windows_are_kept_and_states_are_not(fields: dict[str, Any], reason: str) -> None:
     found = refused_model(fields, AppConfig(engine="vllm", block_size=32, pin_budget=0.5), on_cpu=True)
     assert found == [] if not reason else len(found) == 1 and found[0].startswith(reason)
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 80}
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "told"),
+    [
+        (MIXED, {}, ""),
+        (MIXED, {"pin_budget": 0.5}, ""),
+        (MIXED, {"kv_pull": True}, "kv_pull: with copies vLLM keeps all KV of the layers with a window of 80 tokens"),
+        ({"text_config": MIXED}, {"prewarm": True, "handover": True}, "prewarm, handover: with copies"),
+        ({"sliding_window_pattern": 6, "sliding_window": 512}, {"kv_pull": True}, "a window of 512 tokens"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 80}, {"kv_pull": True}, ""),
+        ({"layer_types": ["full_attention"], "sliding_window": 80}, {"kv_pull": True}, ""),
+        ({"sliding_window": 4096}, {"kv_pull": True}, ""),
+    ],
+)
+def test_copies_of_a_model_with_some_windows_have_a_price(
+    fields: dict[str, Any], settings: dict[str, Any], told: str
+) -> None:
+    found = costs_of_model(fields, AppConfig(engine="vllm", block_size=32, **settings))
+    assert found == [] if not told else len(found) == 1 and told in found[0]
 
 
 class Vllm:
