@@ -7,7 +7,8 @@ A request with most of its prompt cached starts at once. Another one waits while
 exceed the pool, unless its tenant's sessions and it fit the tenant's share, so that a flood delays only its own tenant.
 Without admission, in a pool that is too small, every returning session recomputes the blocks that the previous one
 evicted. Where a replica has the time, that is cheaper than a wait: a request starts once no prompt was computed, while
-it waited, for as long as the tokens take that it may evict. No request waits longer than ``wait_s``. Not thread-safe.
+it waited, for a part of the time that the tokens take which it may evict. No request waits longer than ``wait_s``. Not
+thread-safe.
 """
 
 import asyncio
@@ -39,6 +40,10 @@ what its session was served, this request included."""
 MUCH = 4.0
 """A paused session that was served this many times as much keeps no other one of its tenant waiting: short sessions
 pass long ones, and sessions alike do not evict each other."""
+
+PATIENCE = 0.3
+"""The idle time after which a request starts, as a part of the time that the tokens take which it may evict. Waits for
+space are far longer than that, and not every evicted context returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +137,11 @@ class Admission:
             passed = sums[bisect_right(services, MUCH * session.served(now_s))]
             # Not ``verdict``: within its share it also takes the space of others' sessions that wait for their return.
             fits = held_tokens - passed + tokens <= room or held[tenant] - passed + tokens <= share[tenant]
-            evicted_s = self._evicted_tokens(tokens, held_tokens - passed, room) / pace
-            idle = self.sessions.idle and self.sessions.idle_s() - self._spent_s >= evicted_s
+            pause_s = self._pause_s(tokens, held_tokens - passed, room)
+            idle = self.sessions.idle and self.sessions.idle_s() - self._spent_s >= pause_s
             if fits or not held or idle or waiting.until_s <= now_s:
                 if held and not fits:
-                    self._spent_s += evicted_s
+                    self._spent_s += pause_s
                 started.append(request_id)
                 self._waits_s.observe(now_s - waiting.arrival_s)
                 held[tenant] += tokens
@@ -145,10 +150,9 @@ class Admission:
                 del self._waiting[request_id]
         return started
 
-    @staticmethod
-    def _evicted_tokens(tokens: int, held_tokens: int, room: float) -> float:
-        """Return how many tokens of live sessions a context of ``tokens`` may evict."""
-        return max(0.0, min(tokens, held_tokens + tokens - room))
+    def _pause_s(self, tokens: int, held_tokens: int, room: int) -> float:
+        """Return the idle time after which a context of ``tokens`` starts; 0.0 where it evicts no live session."""
+        return PATIENCE * max(0, min(tokens, held_tokens + tokens - room)) / self.sessions.pace()
 
     def _paused(self, tenant: str) -> tuple[list[float], list[int]]:
         """Return the services of a tenant's paused sessions, ascending; and the tokens of those from each one on."""
@@ -169,8 +173,8 @@ class Admission:
         waiting, idle_until_s = self._waiting.values(), math.inf
         if self.sessions.idle:
             least, held_tokens = min(one.session.own_tokens for one in waiting), self.sessions.held().total()
-            evicted_s = self._evicted_tokens(least, held_tokens, self.room_tokens) / self.sessions.pace()
-            idle_until_s = self.clock() + evicted_s - (self.sessions.idle_s() - self._spent_s)
+            pause_s = self._pause_s(least, held_tokens, self.room_tokens)
+            idle_until_s = self.clock() + pause_s - (self.sessions.idle_s() - self._spent_s)
         return min([min(one.until_s for one in waiting), idle_until_s, self.sessions.next_end_s()])
 
 
