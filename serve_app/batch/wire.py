@@ -1,4 +1,4 @@
-"""The bodies and shapes of OpenAI's files and batches, and of Anthropic's message batches.
+"""The bodies and shapes of files and batches, OpenAI's and Anthropic's.
 
 Source: OpenAI's and Anthropic's API references, and the types of their Python clients.
 """
@@ -6,6 +6,7 @@ Source: OpenAI's and Anthropic's API references, and the types of their Python c
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from mimetypes import guess_type
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -13,13 +14,15 @@ from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, Must
 from serve_app.batch.batches import StoredBatch
+from serve_app.batch.files import File
 from serve_app.errors import InvalidRequest
 
 MAX_REQUESTS = 100_000
 """Of one of Anthropic's batches."""
 MAX_VALUES = 4_000_000
 """Of all of them together."""
-LEAST_LIFE_S, MOST_LIFE_S = 3600, 2_592_000
+LEAST_LIFE_S, MOST_LIFE_S = 3600, 7_776_000
+MOST_WINDOW_S = 2_592_000
 _WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -56,7 +59,7 @@ class BatchBody(JsonBody):
         """The longest time until the batch ends. Raises InvalidRequest for over 30 days."""
         match = _WINDOW.fullmatch(self.completion_window)
         seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
-        if not 0 < seconds <= MOST_LIFE_S:
+        if not 0 < seconds <= MOST_WINDOW_S:
             raise InvalidRequest("completion_window must be at most 30d, such as 24h.", param="completion_window")
         return seconds
 
@@ -97,12 +100,13 @@ class MessageBatchBody(JsonBody):
 
 
 class PageQuery(JsonBody):
-    """The query of lists. ``after``, ``after_id``, ``before_id``: the id of an object."""
+    """The query of lists. ``after``, ``after_id``, ``before_id``, ``page``: the id of an object."""
 
     limit: Annotated[int, Field(ge=1, le=10_000, strict=False)] = 20
     after: str | None = None
     after_id: str | None = None
     before_id: str | None = None
+    page: str | None = None
     order: Annotated[Literal["asc", "desc"], Must("asc or desc")] = "desc"
     purpose: str | None = None
 
@@ -111,10 +115,11 @@ def page(shown: Sequence[dict[str, Any]], asked: PageQuery) -> dict[str, Any]:
     """Return the page of a list, the newest first, that a query selects. Raises InvalidRequest."""
     listed = list(shown) if asked.order == "desc" else [*reversed(shown)]
     ids = [one["id"] for one in listed]
-    for name, value in (("after", asked.after), ("after_id", asked.after_id), ("before_id", asked.before_id)):
+    for name in ("after", "after_id", "page", "before_id"):
+        value = getattr(asked, name)
         if value is not None and value not in ids:
             raise InvalidRequest(f"{name} must be an id of this list.", param=name)
-    if (after := asked.after or asked.after_id) is not None:
+    if (after := asked.after or asked.after_id or asked.page) is not None:
         listed = listed[ids.index(after) + 1 :]
     if asked.before_id is not None:  # the page that ends right before it
         listed = listed[: ids.index(asked.before_id)]
@@ -183,12 +188,28 @@ def anthropic_batch(batch: StoredBatch, results_url: str) -> dict[str, Any]:
     }
 
 
+def anthropic_file(file: File) -> dict[str, Any]:
+    """Return a file in Anthropic's shape."""
+    return {
+        "id": file.id,
+        "type": "file",
+        "filename": file.filename,
+        "mime_type": guess_type(file.filename)[0] or "application/octet-stream",
+        "size_bytes": file.bytes,
+        "created_at": _moment(file.created_at),
+        "expires_at": _moment(file.expires_at),
+        "downloadable": True,
+    }
+
+
 def _moment(at_s: float | None) -> str | None:
     return None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 def expiry_of(form: Mapping[str, str]) -> float | None:
     """Return the life of a file by the fields of its form, None: the longest. Raises InvalidRequest."""
+    if "expires_in_seconds" in form:  # Anthropic's
+        form = {"expires_after[seconds]": form["expires_in_seconds"]}
     given = {name: form[f"expires_after[{name}]"] for name in ("anchor", "seconds") if f"expires_after[{name}]" in form}
     if not given:
         return None

@@ -35,9 +35,9 @@ async def read_form(content_type: str, parts: AsyncIterator[bytes], take: TakeFi
             return fields
         about = Parser().parsestr((await body.whole(b"\r\n\r\n", MAX_HEAD_BYTES)).decode(errors="replace"), True)
         field, filename = about.get_param("name", header="content-disposition"), about.get_filename()
-        if field == name and filename is not None:
+        if field == name:
             content = body.until(mark)
-            await take(filename, content)
+            await take(filename or "unnamed", content)
             async for _rest in content:
                 pass
         else:

@@ -1,4 +1,4 @@
-"""OpenAI's files and batches, and Anthropic's message batches, of the caller's tenant."""
+"""Files, OpenAI's batches and Anthropic's message batches, of the caller's tenant. Headers tell Anthropic's clients."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,14 +9,23 @@ from starlette.responses import Response, StreamingResponse
 
 from serve_app.api.request import ignored_fields
 from serve_app.batch.batches import OF_INPUT, StoredBatch, new_id
-from serve_app.batch.files import MAX_FILE_BYTES
-from serve_app.batch.wire import BatchBody, MessageBatchBody, PageQuery, anthropic_batch, expiry_of, openai_batch, page
+from serve_app.batch.files import MAX_FILE_BYTES, File
+from serve_app.batch.wire import (
+    BatchBody,
+    MessageBatchBody,
+    PageQuery,
+    anthropic_batch,
+    anthropic_file,
+    expiry_of,
+    openai_batch,
+    page,
+)
 from serve_app.errors import Conflict, InvalidRequest, NotFound
 from serve_app.ingress.batches import BatchDesk
 from serve_app.ingress.http import WARNING, body_parts, json_response, read_body
 from serve_app.ingress.models import BODIES
 from serve_app.ingress.multipart import read_form
-from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, takes
+from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, speaks_anthropic, takes
 from serve_app.ingress.services import Services
 
 router = APIRouter(tags=["batches"])
@@ -41,7 +50,7 @@ def _desk(request: Request, services: Services) -> tuple[BatchDesk, str]:
     "type": "object", "required": ["file", "purpose"],
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string"}},
 }}}, "required": True}})  # fmt: skip
-@guarded("files")
+@guarded("files", None)
 async def create_file(request: Request, services: Front) -> Response:
     """Upload a file (a form with `file`, `purpose`, and `expires_after[seconds]`), at most 200 MiB."""
     desk, tenant = _desk(request, services)
@@ -63,7 +72,8 @@ async def create_file(request: Request, services: Front) -> Response:
             form = await read_form(request.headers.get("content-type", ""), parts, take, "file")
             if content is None:
                 raise InvalidRequest("The form has no file in its field file.", param="file")
-            if (purpose := form.get("purpose", "")) not in PURPOSES:
+            default = "user_data" if speaks_anthropic(request) else ""
+            if (purpose := form.get("purpose", default)) not in PURPOSES:
                 raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}.", param="purpose")
             if (life_s := expiry_of(form)) is not None:  # the content was written before this was known
                 filename, long, size = content
@@ -75,29 +85,36 @@ async def create_file(request: Request, services: Front) -> Response:
             if content is not None:
                 await desk.files.forget(tenant, content[1])
             raise
-    return json_response(file.shown())
+    return json_response(_shown_file(request, file))
 
 
 @router.get("/v1/files")
-@guarded("files")
+@guarded("files", None)
 async def files(request: Request, services: Front) -> Response:
-    """The files, the newest first; `after`, `limit`, `order`, `purpose`."""
+    """The files, the newest first; `after`, `limit`, `order`, `purpose`; Anthropic's `page`, `limit`, `ids[]`."""
     desk, tenant = _desk(request, services)
-    asked = PageQuery.checked({"limit": "10000", **request.query_params})
-    found = [file.shown() for file in await desk.files.all(tenant) if asked.purpose in (None, file.purpose)]
-    return json_response({"object": "list", **page(found, asked)})
+    of_anthropic, ids = speaks_anthropic(request), request.query_params.getlist("ids[]")
+    asked = PageQuery.checked({"limit": "20" if of_anthropic and not ids else "10000", **request.query_params})
+    found = [
+        _shown_file(request, file)
+        for file in await desk.files.all(tenant)
+        if asked.purpose in (None, file.purpose) and (not ids or file.id in ids)
+    ]
+    listed = page(found, asked)
+    more = {"next_page": listed["last_id"] if listed["has_more"] else None} if of_anthropic else {"object": "list"}
+    return json_response({**more, **listed})
 
 
 @router.get("/v1/files/{file_id}")
-@guarded("files")
+@guarded("files", None)
 async def file(request: Request, services: Front, file_id: str) -> Response:
     """One file, without its content."""
     desk, tenant = _desk(request, services)
-    return json_response((await desk.files.get(tenant, file_id)).shown())
+    return json_response(_shown_file(request, await desk.files.get(tenant, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content")
-@guarded("files")
+@guarded("files", None)
 async def file_content(request: Request, services: Front, file_id: str) -> Response:
     """The content of a file."""
     desk, tenant = _desk(request, services)
@@ -106,7 +123,7 @@ async def file_content(request: Request, services: Front, file_id: str) -> Respo
 
 
 @router.delete("/v1/files/{file_id}")
-@guarded("files")
+@guarded("files", None)
 async def delete_file(request: Request, services: Front, file_id: str) -> Response:
     """Delete a file. One that a batch in progress reads stays (409)."""
     desk, tenant = _desk(request, services)
@@ -115,7 +132,8 @@ async def delete_file(request: Request, services: Front, file_id: str) -> Respon
         if batch.content == content and not batch.ended:
             raise Conflict(f"The batch {batch.id} still reads this file; cancel it first.", param="file_id")
     await desk.files.delete(tenant, file_id)
-    return json_response({"id": file_id, "object": "file", "deleted": True})
+    gone = {"type": "file_deleted"} if speaks_anthropic(request) else {"object": "file", "deleted": True}
+    return json_response({"id": file_id, **gone})
 
 
 @router.post("/v1/batches", **takes(BatchBody))
@@ -280,6 +298,10 @@ def _shown(request: Request, batch: StoredBatch) -> dict[str, Any]:
     scheme = request.headers.get("x-forwarded-proto", "").lower()  # what a proxy with the certificate was asked by
     scheme = scheme if scheme in ("http", "https") else request.url.scheme
     return anthropic_batch(batch, str(request.url.replace(scheme=scheme, path=path, query="")))
+
+
+def _shown_file(request: Request, file: File) -> dict[str, Any]:
+    return anthropic_file(file) if speaks_anthropic(request) else file.shown()
 
 
 async def _content(desk: BatchDesk, tenant: str, content: str, size: int, media_type: str) -> Response:

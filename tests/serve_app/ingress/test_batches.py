@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ def customers() -> list[TenantConfig]:
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stored") / "responses.sqlite"
+def database(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(f"stored-{place}") / "responses.sqlite"
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +169,8 @@ def test_all_calls_of_openais_client(served: tuple[str, Script], client: OpenAI,
     made = [client.files.create(file=(f"{at}.txt", b"x" * at), purpose="user_data") for at in (1, 300_000, 0)]
     assert client.files.wait_for_processing(made[0].id).status == "processed"
     assert [client.files.content(file.id).read() for file in made] == [b"x", b"x" * 300_000, b""]
+    with pytest.warns(DeprecationWarning):
+        assert client.files.retrieve_content(made[0].id) == "x"
     assert client.files.retrieve(made[1].id) == made[1]
     listed = client.files.list(purpose="user_data", limit=2)
     assert [file.id for file in listed.data] == [made[2].id, made[1].id] and listed.has_more
@@ -192,6 +195,10 @@ def test_all_calls_of_openais_client(served: tuple[str, Script], client: OpenAI,
             batch = await made.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
             assert (await made.batches.retrieve(batch.id)).id == batch.id
             assert (await made.files.content(file.id)).text == line("a")
+            assert batch.id in {one.id async for one in made.batches.list(limit=1)}
+            assert file.id in {one.id async for one in made.files.list(purpose="batch")}
+            with suppress(openai.ConflictError):  # it may have ended
+                await made.batches.cancel(batch.id)
 
     asyncio.run(others())
 
@@ -444,12 +451,39 @@ def test_all_calls_of_anthropics_client(claude: Anthropic, script: Script) -> No
     with pytest.raises(anthropic.BadRequestError, match="has ended"):
         claude.messages.batches.cancel(ids[1])
 
+    (asked,) = claude.messages.batches.list(after_id=ids[1], limit=1).data
+    assert asked.id == ids[2]
+
     async def others() -> None:
         async with AsyncAnthropic(base_url=claude.base_url, api_key=KEYS["acme"], max_retries=0) as other:
             async for one in await other.messages.batches.results(ids[1]):
                 assert one.custom_id in "ab"
 
     asyncio.run(others())
+
+
+def test_all_calls_of_anthropics_client_for_files(claude: Anthropic, client: OpenAI, script: Script) -> None:
+    """Uploaded, described, listed by page and by id, read and deleted; OpenAI's client sees the same files."""
+    before = len([*claude.beta.files.list()])
+    made = [claude.beta.files.upload(file=(f"{at}.txt", b"x" * at)) for at in (1, 2, 3)]
+    assert [(one.type, one.filename, one.mime_type, one.size_bytes) for one in made[:1]] == [
+        ("file", "1.txt", "text/plain", 1)
+    ]
+    assert claude.beta.files.retrieve_metadata(made[1].id) == made[1]
+    assert claude.beta.files.download(made[2].id).read() == b"xxx"
+    listed = claude.beta.files.list(limit=2)
+    assert [one.id for one in listed.data] == [made[2].id, made[1].id]
+    assert [one.id for one in listed][:3] == [one.id for one in reversed(made)], "with the next pages"
+    assert [one.id for one in claude.beta.files.list(ids=[made[0].id, "file-none"])] == [made[0].id]
+    short = claude.beta.files.upload(file=b"x", expires_in_seconds=3600)
+    assert short.expires_at is not None and (short.expires_at - short.created_at).total_seconds() == 3600
+    assert client.files.retrieve(made[0].id).purpose == "user_data"
+    for one in (*made, short):
+        assert claude.beta.files.delete(one.id).type == "file_deleted"
+    assert len([*claude.beta.files.list()]) == before
+    with pytest.raises(anthropic.NotFoundError, match="There is no file") as missing:
+        claude.beta.files.retrieve_metadata(made[0].id)
+    assert missing.value.type == "not_found_error"
 
 
 def test_a_cancelled_message_batch_says_which_were_not_asked_for(claude: Anthropic, script: Script) -> None:
@@ -491,6 +525,8 @@ def test_anthropics_beta_client_too(served: tuple[str, Script], claude: Anthropi
     wait(lambda: claude.beta.messages.batches.retrieve(batch.id).processing_status == "ended")
     assert [one.result.type for one in claude.beta.messages.batches.results(batch.id)] == ["succeeded"]
     assert batch.id in {one.id for one in claude.beta.messages.batches.list(limit=1)}
+    with pytest.raises(anthropic.BadRequestError, match="has ended"):
+        claude.beta.messages.batches.cancel(batch.id)
     headers = {"x-api-key": KEYS["acme"], "x-forwarded-proto": "https", "host": "models.example"}
     shown = httpx.get(f"{served[0]}/v1/messages/batches/{batch.id}?beta=true", headers=headers).json()
     assert shown["results_url"] == f"https://models.example/v1/messages/batches/{batch.id}/results"
