@@ -186,10 +186,10 @@ class Models:
         return name in self.down or any(_may_use(services, name, None) for services in self.served.values())
 
     def _fallback(self, name: str, tenant: Tenant) -> Services | None:
-        """Return who answers for a model that is down or full, if its tenant may use both."""
+        """Return who answers for a model that is down or full, if it can, and its tenant may use both."""
         own = self.fallbacks.get(name)
         other = self.served.get(own) if own is not None else None
-        if other is None or not _may_use(other, other.config.model_name, tenant):
+        if other is None or not other.may_answer or not _may_use(other, other.config.model_name, tenant):
             return None
         return other if tenant.models is None or name in tenant.models else None
 

@@ -21,7 +21,7 @@ from serve_app.ingress.guard import Api, foreign_host
 from serve_app.ingress.http import credentials, json_response
 from serve_app.ingress.observe.tracing import TraceRequests
 from serve_app.ingress.routes import admin, batches, events, generation, operations, page, responses, tenants, tokens
-from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI
+from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI, speaks_anthropic
 from serve_app.ingress.services import Services
 
 OPENAPI_PATH = "/openapi.json"
@@ -44,6 +44,18 @@ NOT_HERE = {
         _CLASSIFYING,
     ),
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/ocr"), _MEDIA),
+    "/v1/chat/completions/": "POST /v1/responses stores its answers, and chat completions are not stored",
+    **dict.fromkeys(
+        ("/v1/organization", "/v1/organizations", "/v1/projects"),
+        "operators change tenants and keys at /v1/admin/tenants and /v1/admin/keys",
+    ),
+    **dict.fromkeys(
+        (
+            "/v1/agents", "/v1/chatkit", "/v1/deployments", "/v1/environments", "/v1/live", "/v1/memory_stores",
+            "/v1/sessions", "/v1/skills", "/v1/user_profiles", "/v1/vaults",
+        ),
+        "this server answers requests to models; run agents, and keep what they know, in your application",
+    ),
     **dict.fromkeys(
         (
             "/v1/vector_stores", "/v1/assistants", "/v1/threads", "/v1/conversations", "/v1/fine_tuning",
@@ -165,7 +177,8 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
         shown = MethodNotAllowed(f"{request.method} is not allowed on {path[:200]}; use {allowed}.")
     else:
         shown = NotFound(f"There is no {path[:200]} here; {_advice(path)}")
-    return _api_of(path).refusal(shown, request)
+    api = ANTHROPIC if speaks_anthropic(request) else _api_of(path)
+    return api.refusal(shown, request)
 
 
 def _path(request: Request) -> str:
@@ -181,7 +194,7 @@ def _api_of(path: str) -> Api:
 def _not_here(path: str) -> str:
     """Return why a known API's path is not offered, "" for another path. A client's base URL may lack /v1."""
     known = ((name, why) for name, why in NOT_HERE.items() for name in (name, name.removeprefix("/v1")))
-    return next((why for name, why in known if path == name or path.startswith(f"{name}/")), "")
+    return next((why for name, why in known if path == name or path.startswith(f"{name.rstrip('/')}/")), "")
 
 
 async def _no_websocket(websocket: WebSocket) -> None:

@@ -301,6 +301,22 @@ def test_a_fallback_answers_for_a_model_without_replicas_but_not_for_its_adapter
     asyncio.run(ask())
 
 
+def test_a_fallback_without_replicas_takes_no_request(checkpoint: Checkpoint) -> None:
+    """The refusal of the model that was asked for is the better answer: it tells when to come again."""
+    config = config_of("m0", "m1", m0={"fallback": "m1", "max_queued_requests": 1})
+
+    async def ask() -> None:
+        several = Several(checkpoint, config)
+        several.core("m1").update_replicas([])
+        with several.models.served["m0"].access.front_door.arrive("default"):
+            answer = await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"})
+        assert (answer.status_code, several.asked) == (429, {})
+        answer = await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"})
+        assert answer.json()["model"] == "m0"
+
+    asyncio.run(ask())
+
+
 def test_a_full_queue_of_one_model_refuses_no_request_of_another(checkpoint: Checkpoint) -> None:
     config = config_of("m0", "m1", m0={"max_queued_requests": 1})
 

@@ -164,6 +164,9 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
         *(("POST", path, "or ask a chat model") for path in ("/score", "/v1/score", "/classify", "/v1/moderations")),
         *(("POST", f"/v1/{path}", "a server of a model for this") for path in ("images/edits", "audio/speech")),
         ("GET", "/v1/embeddings", "--runner pooling"), ("GET", "/v1/threads/t", "keeps responses, files and batches"),
+        *(("POST", f"/v1/{path}", "in your application") for path in ("agents", "skills/s/versions", "sessions/s")),
+        ("GET", "/v1/chat/completions/chatcmpl-1", "/v1/responses stores"),
+        ("GET", "/v1/organization/admin_api_keys", "/v1/admin/keys"),
         ("POST", "/v1/responses/compact", "in a shorter form"), ("POST", "/v1/uploads", "POST /v1/files"),
     ],
 )  # fmt: skip
@@ -176,6 +179,12 @@ def test_a_route_of_the_apis_that_is_not_offered_says_why(method: str, path: str
         assert refused.status_code == 404
         assert f"There is no {path} here" in refused.json()["error"]["message"]
         assert why in refused.json()["error"]["message"]
+
+
+def test_anthropics_clients_read_in_their_shape_that_a_route_is_not_offered() -> None:
+    refused = get("/v1/skills", AppConfig(), headers={"anthropic-version": "2023-06-01"})
+    assert (refused.status_code, refused.json()["type"]) == (404, "error")
+    assert refused.json()["error"]["type"] == "not_found_error" and "request-id" in refused.headers
 
 
 async def _mounted(application: Any, prefix: str, scope: Any, receive: Any, send: Any) -> None:
