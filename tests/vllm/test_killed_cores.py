@@ -56,6 +56,10 @@ class Cores(BreakingReplicas):
         self._engines[name] = engine
         self._running[name] = RunningCalls(self, engine.cancel)  # type: ignore[arg-type]
 
+    def close(self, name: str) -> None:
+        """Take it that a replica ends, as its process does."""
+        self._running[name].closed = True
+
     def running(self, name: str) -> list[str]:
         """Return the generations of a replica with a token and not yet their end."""
         return [call for call, one in self._running[name]._calls.items() if one.tokens and not one.end.done()]
@@ -115,6 +119,7 @@ class Fleet:
         engine = self.engines.pop(name)
         await asyncio.to_thread(eventually, lambda: not engine.healthy())
         self.router.update_replicas([*self.engines])
+        self.cores.close(name)
         await asyncio.to_thread(engine.stop)
 
 
