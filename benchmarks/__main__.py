@@ -15,7 +15,7 @@ BENCHMARKS = {
     "ray_llm": ("end_to_end.ray_llm", "20 minutes: five for the start, one for each router in each run"),
     "remote": ("end_to_end.remote", "20 minutes: five for the servers, a minute for each system in each run"),
     "zero": ("end_to_end.zero", "8 minutes"),
-    "models": ("end_to_end.models", "10 minutes"),
+    "models": ("end_to_end.models", "14 minutes"),
     "front_door": ("end_to_end.front_door", "6 minutes a system"),
     "replay": ("end_to_end.replay.run", "20 minutes: four for each policy"),
     "agents": ("end_to_end.replay.agents", "35 minutes: three for the reference, three for each of ten runs"),

@@ -1,6 +1,7 @@
 """The cost of a streamed token and a request outside the model: CPU time of each kind of process, from the kernel.
 
-The engine is simulated. ``--vllm-python`` also measures `vllm serve` in that environment, on CPUs.
+The engine is simulated. ``--models`` also measures the same settings as an entry of `models`, in turns;
+``--vllm-python`` also measures `vllm serve` in that environment, on CPUs.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ KINDS = (
     ("api server", r"api_server"),
 )
 """Kinds of processes by command line; all others are "other"."""
+
+OURS = {"warmpath": [], "models": ["--set", "models=[{}]"]}
+"""Our systems, each with its flags."""
 
 SYSTEM_TOKENS, QUESTION_TOKENS, LONG_TOKENS = 200, 50, 4500
 
@@ -55,10 +59,10 @@ def cpu_used_s(mark: str, before: Counter[str]) -> dict[str, float]:
 def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Run a system for the block; yield its URL and its processes' mark."""
     mark = uuid.uuid4().hex
-    if system == "warmpath":
+    if system in OURS:
         flags = ["--model", arguments.model, "--engine", "simulated", "--replicas", str(arguments.replicas)]
         speed = ["--set", "simulated_prefill_tokens_per_s=1000000", "--set", "simulated_decode_step_s=0.02"]
-        with instance(*flags, *speed, env={MARK: mark}) as url:
+        with instance(*flags, *speed, *OURS[system], env={MARK: mark}) as url:
             yield url, mark
         return
     flags = ["--dtype", "float32", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 30), "--enforce-eager"]
@@ -115,20 +119,28 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens of each streamed answer")
     parser.add_argument("--short-requests", type=int, default=300)
     parser.add_argument("--long-requests", type=int, default=40)
+    parser.add_argument("--models", action="store_true", help="also measure the same settings as an entry of `models`")
     parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM, for comparison")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
-    for system in ["warmpath", *(["vllm serve"] if arguments.vllm_python else [])]:
+    groups = [
+        ["warmpath", *(["models"] if arguments.models else [])],
+        *([["vllm serve"]] if arguments.vllm_python else []),
+    ]
+    for systems in groups:
+        runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
         try:
-            with measured(system, arguments) as (url, mark):
-                numbers = progress(range(arguments.runs), system)
-                runs = [asyncio.run(measure(url, mark, arguments, number)) for number in numbers]
+            with ExitStack() as stack:
+                places = {system: stack.enter_context(measured(system, arguments)) for system in systems}
+                for number in progress(range(arguments.runs), ", ".join(systems)):
+                    for system, (url, mark) in places.items():
+                        runs[system].append(asyncio.run(measure(url, mark, arguments, number)))
         except (BenchmarkError, RequestFailed, httpx.HTTPError) as error:
-            if system == "warmpath":
+            if "warmpath" in systems:
                 raise
-            results[system] = {"not_measured": str(error)}  # ours is measured already, and stays
+            results[systems[0]] = {"not_measured": str(error)}  # ours is measured already, and stays
             continue
-        results[system] = {"spread": _spread(runs), "runs": runs}
+        results |= {system: {"spread": _spread(found), "runs": found} for system, found in runs.items()}
     ours = results["warmpath"]["spread"]
     token, short = ours["streamed"]["us_a_token"], ours["short_warm"]["ms_a_request"]
     said = (
@@ -137,7 +149,25 @@ def main() -> None:
         f"short warm request {_figure(short['ingress'], 1)} and {_figure(short['replica'], 1)} ms. "
         f"One core of an ingress carries {1e6 / token['ingress']['p50']:,.0f} tokens a second."
     )
+    if arguments.models:
+        results["models_ratios"] = ratios = {
+            name: percentile([_total(one, name) / _total(other, name) for one, other in _pairs(results)], 50)
+            for name in ours
+        }
+        told = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+        said += f" As an entry of `models`, CPU over that of settings without (medians of turns): {told}."
     write(arguments.json, vars(arguments), results, said)
+
+
+def _pairs(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the runs of each turn: with ``models``, and without."""
+    yield from zip(results["models"]["runs"], results["warmpath"]["runs"], strict=True)
+
+
+def _total(run: dict[str, Any], name: str) -> float:
+    """Return the CPU of all processes for one token or request."""
+    (cpu,) = (found for found in run[name].values() if isinstance(found, dict))
+    return float(sum(cpu.values()))
 
 
 def _figure(values: dict[str, float], digits: int = 0) -> str:

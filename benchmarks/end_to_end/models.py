@@ -1,14 +1,15 @@
 """Requests to one model while another one cannot start, is added, replaced and removed: failures, and their times.
 
-The engines are simulated. The same load is measured beside nothing, and beside as many unrelated processes that start,
-because starting a process takes the cores of a small machine, whoever does it.
+The engines are simulated. The same load is measured beside nothing and, after each change, beside unrelated processes
+that start until they took as much CPU as the change did: on a small machine that slows requests, whoever does it.
 """
 
 import asyncio
+import resource
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from random import Random
 from typing import Any
 
@@ -23,6 +24,9 @@ from serve_app.cli.bench import chat_body
 STEADY = "steady"
 IMPORTS = [sys.executable, "-c", "import serve_app.app, serve_app.replica.replica"]
 """What a process of Serve does first."""
+AT_ONCE = 2
+"""Processes that a change starts at once: a replica, and an ingress with the new settings."""
+NOTHING = "beside nothing"
 PATIENCE_S = 300.0
 CHANGES = ("cannot start", "added", "replaced", "removed")
 
@@ -95,27 +99,59 @@ class Deployment:
         return "Replica-new" not in (await asyncio.to_thread(self.cluster.status))["deployments"]
 
 
-async def processes() -> None:
-    """Start what a change starts, unrelated: one process that reads the settings, then one as a replica."""
-    for _ in range(2):
-        await asyncio.to_thread(subprocess.run, IMPORTS, check=True)
+async def processes(cpu_s: float) -> None:
+    """Start processes, ``AT_ONCE``, as a change does, until they took this much CPU."""
+    begun_s = children_cpu_s()
+    while children_cpu_s() - begun_s < cpu_s:
+        await asyncio.gather(*(asyncio.to_thread(subprocess.run, IMPORTS, check=True) for _ in range(AT_ONCE)))
+
+
+def children_cpu_s() -> float:
+    """Return the CPU of all processes that this one has started and that ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def control_of(change: str) -> str:
+    """Return the name of the phase that takes as much CPU as a change."""
+    return f"processes with the CPU of {change!r}"
+
+
+def extra_cpu_s(phase: dict[str, Any], nothing: dict[str, Any]) -> float:
+    """Return the CPU of a phase over that of the requests alone in the same time."""
+    return max(0.0, float(phase["busy_cpu_s"] - nothing["busy_cpu_s"] * phase["seconds"] / nothing["seconds"]))
 
 
 async def measure(deployment: Deployment, arguments: Any, run: int) -> dict[str, Any]:
     """Return the figures of one run by phase; it ends with its change, but not before ``--seconds``."""
     figures: dict[str, Any] = {}
-    phases = {"beside nothing": lambda: asyncio.sleep(0), "beside starting processes": processes}
-    phases |= {f"another one {name}": lambda name=name: deployment.change(name) for name in CHANGES}  # type: ignore[misc]
-    for number, (phase, act) in enumerate(phases.items()):
+
+    async def phase(name: str, act: Coroutine[Any, Any, None]) -> None:
         await asyncio.sleep(arguments.pause_s)
-        rng, begun_s, busy_s = Random(100 * run + number), time.monotonic(), busy()
-        acting = asyncio.create_task(act())
+        rng, begun_s, busy_s = Random(100 * run + len(figures)), time.monotonic(), busy()
+        acting = asyncio.create_task(act)
         results: list[Result] = []
         while not acting.done() or time.monotonic() - begun_s < arguments.seconds:
             results += await fire(deployment.cluster.url, shots(arguments, rng), PATIENCE_S, lambda: None)
         await acting
-        figures[phase] = {**told(results), "seconds": time.monotonic() - begun_s, "busy_cpu_s": busy() - busy_s}
+        figures[name] = {**told(results), "seconds": time.monotonic() - begun_s, "busy_cpu_s": busy() - busy_s}
+
+    await phase(NOTHING, asyncio.sleep(0))
+    for change in CHANGES:
+        await phase(change, deployment.change(change))
+        await phase(control_of(change), processes(extra_cpu_s(figures[change], figures[NOTHING])))
     return figures
+
+
+def ratios(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return each change's p99 of whole answers over that beside nothing, and over its control: medians of the runs."""
+
+    def over(change: str, other: str) -> float:
+        return percentile([run[change]["answer_s"]["p99"] / run[other]["answer_s"]["p99"] for run in runs], 50)
+
+    return {
+        change: {"nothing": over(change, NOTHING), "control": over(change, control_of(change))} for change in CHANGES
+    }
 
 
 def shots(arguments: Any, rng: Random) -> list[Shot]:
@@ -170,19 +206,18 @@ def main() -> None:
     arguments = parser.parse_args()
     with LocalCluster(1) as cluster:
         runs = asyncio.run(measured(cluster, arguments))
-    middle = {
-        phase: {name: percentile([run[phase][name]["p99"] for run in runs], 50) for name in ("ttft_s", "answer_s")}
-        for phase in runs[0]
-    }
+    found = ratios(runs)
     failed = sum(len(one["failed"]) for run in runs for one in run.values())
-    said = "; ".join(
-        f"{phase} {found['answer_s']:.2f} s (first token {found['ttft_s']:.2f})" for phase, found in middle.items()
-    )
     requests = sum(one["requests"] for run in runs for one in run.values())
-    summary = (
-        f"Simulated: {failed} of {requests} requests failed. p99 of whole answers, median of {len(runs)} runs: {said}."
+    said = "; ".join(
+        f"{change} {each['nothing']:.2f} ({each['control']:.2f} of processes with equal CPU)"
+        for change, each in found.items()
     )
-    write(arguments.json, vars(arguments), {"p99": middle, "runs": runs}, summary)
+    summary = (
+        f"Simulated: {failed} of {requests} requests failed. p99 of whole answers while another model changes, over "
+        f"that beside nothing, median of {len(runs)} runs: {said}."
+    )
+    write(arguments.json, vars(arguments), {"ratios": found, "runs": runs}, summary)
 
 
 if __name__ == "__main__":
