@@ -295,7 +295,10 @@ def _parts(annotation: Any) -> Iterator[Any]:
 
 def _fields(annotation: Any) -> dict[str, Any]:
     for part in _parts(annotation):
-        if is_typeddict(part) or (isinstance(part, type) and issubclass(part, JsonBody)):
+        if isinstance(part, type) and issubclass(part, JsonBody):
+            hints = get_type_hints(part, include_extras=True)
+            return {name: Annotated[hints[name], field] for name, field in part.model_fields.items()}
+        if is_typeddict(part):
             return get_type_hints(part, include_extras=True)
     return {}
 
@@ -324,4 +327,5 @@ def _demand(annotation: Any) -> str:
         kind = "a whole number" if int in parts else "a number"
         least = f"from {said['ge']} to" if "ge" in said else f"above {said['gt']} and at most"
         return f"{kind} {least} {said['le']}"
-    return "true or false" if bool in parts else "an object"
+    kinds = ((bool, "true or false"), (str, "a string"), (int, "a whole number"), (float, "a number"))
+    return next((words for kind, words in kinds if kind in parts), "an object")

@@ -433,6 +433,7 @@ def about(config: AppConfig) -> dict[str, Any]:
         "ingresses": config.ingress_replicas,
         "rates": RATES,
         "links": ["docs"] * config.documented + ["metrics"] * keyless,
+        "keys": bool(config.tenants),
     }
 
 

@@ -120,7 +120,9 @@ function draw(nowMs) {
   drawLinks(live.links);
   const operator = live.seesAll;
   document.body.classList.toggle("operator", operator);
-  document.body.classList.toggle("no-chat", operator && keyOf("chat") !== "" && ownKey("map") === "");
+  // The key may also come from a proxy that has signed its user in.
+  const chatless = keyOf("chat") === "" ? live.needsKey : ownKey("map") === "";
+  document.body.classList.toggle("no-chat", operator && chatless);
   drawState(model);
 }
 

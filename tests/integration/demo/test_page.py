@@ -17,6 +17,8 @@ SYSTEM_BARS = ".bar[aria-label^='“The harbour opens']"
 def test_the_page_shows_each_key_its_own_part(served: Served) -> None:
     """The second answer of a chat shows the reused tokens. Only its tenant and operators see the prefix on the map.
 
+    A proxy that adds the operator's key to requests shows the page without a key in it.
+
     docs: monitoring
     """
     with chromium() as browser:
@@ -46,6 +48,11 @@ def test_the_page_shows_each_key_its_own_part(served: Served) -> None:
         page.locator(".reuse button").nth(1).click()
         page.locator("#why td").first.wait_for()  # explained for the operator's key
         assert "cached" in page.locator("#why").inner_text()
+        signed_in = browser.new_context(extra_http_headers=served.headers("operator")).new_page()  # as by a proxy
+        signed_in.set_default_timeout(1000 * PATIENCE_S)
+        signed_in.goto(served.url)
+        signed_in.locator("#tenants-rows [data-tenant=acme]").wait_for()
+        signed_in.locator("body.no-chat").wait_for()
         own, other = opened(KEYS["acme"][0]), opened(KEYS["globex"][0])
         held = page.locator(SYSTEM_BARS).first.get_attribute("data-id")
         own.locator(f".bar[data-id='{held}']").first.wait_for()

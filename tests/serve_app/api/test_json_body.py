@@ -7,8 +7,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
-from serve_app.api.json_body import _count_values
+from serve_app.api.json_body import JsonBody, _count_values
 from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, parse_completion
 from serve_app.api.request import MAX_TOLD, UnknownField, ignored_fields, require_none, unknown_fields
 from serve_app.errors import InvalidRequest
@@ -105,3 +106,28 @@ def test_a_misspelt_name_is_told_with_the_one_that_is_meant() -> None:
         require_none(found[1:])
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, "sparkle", "unknown_parameter")
     assert caught.value.message == "Unknown parameter: 'sparkle'; leave it out."
+
+
+class Plain(JsonBody):
+    """Fields whose bounds stand beside the type."""
+
+    name: str = Field(max_length=64)
+    label: str | None = None
+    number: int = 0
+    seconds: float = Field(1.0, ge=0, le=5)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"{}", "name is missing; it must be a string of 0 to 64 characters."),
+        (b'{"name": 5}', "name must be a string of 0 to 64 characters."),
+        (b'{"name": "a", "label": []}', "label must be a string."),
+        (b'{"name": "a", "number": "x"}', "number must be a whole number."),
+        (b'{"name": "a", "seconds": 9}', "seconds must be a number from 0 to 5."),
+    ],
+)
+def test_a_demand_follows_from_a_fields_type_and_bounds(body: bytes, sentence: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        Plain.parse(body)
+    assert refused.value.message == sentence

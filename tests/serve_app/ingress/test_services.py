@@ -14,7 +14,7 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
 from serve_app.ingress.adapter_admin import AdapterAdmin
-from serve_app.ingress.assembly import places
+from serve_app.ingress.assembly import about, places
 from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
 from serve_app.ingress.tenant_admin import TenantAdmin
 from serve_app.tenancy.registry import TenantRegistry
@@ -59,6 +59,12 @@ def test_ingresses_divide_the_replicas_capacity() -> None:
     assert places(config.model_copy(update={"ingress_replicas": 4}), 2) == 48
     assert places(config.model_copy(update={"max_waiting_requests": 8}), 2) == 2 * 72
     assert places(AppConfig(replicas=1, max_num_seqs=1, ingress_replicas=64), 1) == 1
+
+
+def test_watchers_learn_whether_requests_need_a_tenants_key() -> None:
+    """An operator's page without a key in it, behind a proxy that adds one, cannot chat then."""
+    closed = AppConfig.model_validate({"tenants": [{"name": "acme", "key_sha256": ["a" * 64]}]})
+    assert [about(config)["keys"] for config in (AppConfig(), closed)] == [False, True]
 
 
 def test_adapters_are_for_the_current_tenants() -> None:

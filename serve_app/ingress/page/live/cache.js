@@ -32,6 +32,7 @@ export class Cache {
     this.model = "";
     this.simulated = false;
     this.seesAll = false;
+    this.needsKey = false;
     this.blockSize = 16;
     this.links = [];
     this.replicas = new Map();
@@ -225,6 +226,7 @@ const HANDLERS = {
     cache.model = event.model ?? "";
     cache.simulated = Boolean(event.simulated);
     cache.seesAll = event.viewer === "operator";
+    cache.needsKey = Boolean(event.keys);
     cache.blockSize = event.block_size ?? cache.blockSize;
     cache.links = [...(event.links ?? [])];
     cache.ingresses = { all: event.ingresses ?? 1, heard: event.ingresses_heard ?? (event.ingresses_heard === null ? null : (event.ingresses ?? 1)) };

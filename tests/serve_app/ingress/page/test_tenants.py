@@ -92,6 +92,18 @@ def test_an_operators_page_opens_on_the_tenants(page: Any, stage: Stage) -> None
     assert top < 300
 
 
+def test_a_proxy_that_adds_the_operators_key_needs_none_typed_in(page: Any, stage: Stage) -> None:
+    """It has signed its user in. The chat is folded away until somebody gives a tenant's key."""
+    page.set_extra_http_headers({"authorization": "Bearer wp-operator"})
+    stage.snapshots = {"wp-operator": [snapshot(time.time(), keys=True)]}
+    stage.tables = {"wp-operator": table(*tenants(3))}
+    page.goto("/")
+    page.locator(LINES).nth(2).wait_for()
+    page.locator("body.no-chat").wait_for()
+    assert page.get_by_text("An operator’s key cannot chat.").is_visible()
+    assert not page.get_by_label("Your message").is_visible()
+
+
 def test_a_row_opens_its_requests_refusals_misses_and_sessions(page: Any, stage: Stage) -> None:
     """Refused requests are listed too, each reason with its remedy; a selected request is explained."""
     opened(page, stage)
