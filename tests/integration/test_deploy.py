@@ -227,6 +227,48 @@ def tenant(name: str, **limits: object) -> dict[str, Any]:
     return {"name": name, "key_sha256": [KEYS[name][1]], **limits}
 
 
+def test_two_applications_share_what_is_in_their_database(cluster: Cluster, tmp_path: Path) -> None:
+    """Keys that operators make, stored responses and budgets are of both; each tenant sees its own alone.
+
+    docs: cluster
+    """
+    limited = tenant("acme", budget={"tokens": 150, "period": "month"}), tenant("zeta")
+    shared = {"model": "demo", "engine": "simulated", "replicas": 1, "replica_num_cpus": 0.1, "enable_docs": True}
+    shared |= {"responses_file": str(tmp_path / "shared.sqlite"), "operator_key_sha256": [KEYS["operator"][1]]}
+    app = {"import_path": "serve_app:build_app", "args": {**shared, "tenants": list(limited)}}
+    prefixes = {"one": "", "two": "/two"}
+    apps = [{**app, "name": name, "route_prefix": prefix or "/"} for name, prefix in prefixes.items()]
+    cluster.serve("PUT", cluster.config(*apps))
+    for prefix in prefixes.values():
+        eventually(lambda prefix=prefix: HTTP.get(f"{cluster.url}{prefix}/health").status_code == 200, 300)
+
+    def ask(prefix: str, key: str, **body: object) -> httpx.Response:
+        asked = {"model": "demo", "input": "Hi", "max_output_tokens": 8, **body}
+        return HTTP.post(f"{cluster.url}{prefix}/v1/responses", json=asked, headers={"Authorization": f"Bearer {key}"})
+
+    acme, zeta = KEYS["acme"][0], KEYS["zeta"][0]
+    first = ask("", acme)
+    assert first.status_code == 200, first.text
+    later = {"previous_response_id": first.json()["id"]}
+    assert ask("/two", acme, **later).status_code == 200
+    assert ask("/two", zeta, **later).json()["error"]["code"] == "previous_response_not_found"
+    made = "/v1/admin/tenants", {"name": "mia"}, "/v1/admin/keys", {"tenant": "mia"}
+    for path, body in zip(made[::2], made[1::2], strict=True):
+        answer = HTTP.post(f"{cluster.url}{path}", json=body, headers=bearer("operator")).raise_for_status()
+    key = answer.json()["key"]
+    eventually(lambda: ask("/two", key).status_code == 200)
+    HTTP.post(
+        f"{cluster.url}/two/v1/admin/keys/{answer.json()['id']}", json={"disabled": True}, headers=bearer("operator")
+    )
+    eventually(lambda: ask("", key).status_code == 401)
+    eventually(lambda: ask("", acme).status_code == 429)
+    eventually(lambda: ask("/two", acme).json()["error"]["code"] == "budget_spent")
+    assert ask("/two", zeta).status_code == 200
+    docs = HTTP.get(f"{cluster.url}/two/docs", headers=bearer("operator")).text
+    assert "'openapi.json'" in docs, "relative, so its own"
+    assert HTTP.get(f"{cluster.url}/two", follow_redirects=True).status_code == 200
+
+
 def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: Cluster) -> None:
     """Under a running stream: policy, tenants, keys, prompts and limits change, and no process, cache or byte does.
 
