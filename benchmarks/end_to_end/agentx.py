@@ -28,6 +28,8 @@ from serve_app.config.engine import ENGINES
 
 SCENARIO, SHORTEST_S = "inferencex-agentx-mvp", 900
 REPLICAS, BLOCK = 2, 16
+SERVED = "demo"
+"""The name by which sessions ask for the model, whichever it is."""
 POLICIES = {"warmpath": "estimated_ttft", "round_robin": "round_robin", "power_of_two": "power_of_two"}
 """Systems that are policies of our router; none but ours copies KV between replicas."""
 SYSTEMS = (*POLICIES, "ray_prefix", "smg")
@@ -79,7 +81,7 @@ def weka_trace(name: str, session: AgentSession, scale: int) -> dict[str, Any]:
         for number, turn in enumerate(session.streams[stream_at].turns):
             now_s += turn.pause_s if number else 0.0
             row: dict[str, Any] = {
-                "t": now_s, "type": "s", "model": "demo", "in": -(-turn.prompt_tokens // scale),
+                "t": now_s, "type": "s", "model": SERVED, "in": -(-turn.prompt_tokens // scale),
                 "out": turn.output_tokens, "hash_ids": list(turn.hash_ids), "input_types": ["text"],
                 "output_types": ["text"], "stop": "tool_use", "api_time": _answer_s(turn),
                 "think_time": turn.pause_s if number else 0.0,
@@ -98,11 +100,11 @@ def weka_trace(name: str, session: AgentSession, scale: int) -> dict[str, Any]:
         rows.append({
             "t": start_s, "type": "subagent", "agent_id": f"agent_{at:03}", "subagent_type": "Explore",
             "duration_ms": round(1000 * took_s), "total_tokens": sum(row["in"] + row["out"] for row in inner),
-            "tool_use_count": len(inner), "status": "completed", "requests": inner, "models": ["demo"],
+            "tool_use_count": len(inner), "status": "completed", "requests": inner, "models": [SERVED],
         })  # fmt: skip
     rows.sort(key=lambda row: row["t"])
     return {
-        "id": name, "models": ["demo"], "block_size": size, "hash_id_scope": "local", "requests": rows,
+        "id": name, "models": [SERVED], "block_size": size, "hash_id_scope": "local", "requests": rows,
         "tool_tokens": 0, "system_tokens": session.opening_tokens // scale,
     }  # fmt: skip
 
@@ -112,15 +114,21 @@ def _answer_s(turn: AgentTurn) -> float:
     return computed / PREFILL_TOKENS_PER_S + turn.output_tokens * DECODE_STEP_S
 
 
-@contextmanager
-def system(name: str, options: argparse.Namespace) -> Iterator[str]:
-    """Run two replicas behind a router; yield the URL. Raises BenchmarkError if something does not start."""
+def server_flags(options: argparse.Namespace) -> list[str]:
+    """Return the flags of `warmpath serve` for every system."""
     blocks = options.kv_tokens // options.scale // BLOCK
-    flags = ["--model", options.model, "--engine", options.engine, f"--set=num_blocks={blocks}"]
-    flags += [f"--set=block_size={BLOCK}", "--max-connections-per-address", "4096"]
+    flags = ["--model", options.model, "--served-model-name", SERVED, "--engine", options.engine]
+    flags += [f"--set=num_blocks={blocks}", f"--set=block_size={BLOCK}", "--max-connections-per-address", "4096"]
     if ENGINES[options.engine].simulated:
         rate = PREFILL_TOKENS_PER_S / options.scale
         flags += [f"--set=simulated_prefill_tokens_per_s={rate}", f"--set=simulated_decode_step_s={DECODE_STEP_S}"]
+    return flags
+
+
+@contextmanager
+def system(name: str, options: argparse.Namespace) -> Iterator[str]:
+    """Run two replicas behind a router; yield the URL. Raises BenchmarkError if something does not start."""
+    flags = server_flags(options)
     if name in POLICIES:
         flags += [] if name == "warmpath" else ["--set=kv_pull=false"]  # copies would make up for the routing
         with instance("--replicas", str(REPLICAS), "--policy", POLICIES[name], *flags) as url:
@@ -146,7 +154,7 @@ def play(url: str, traces: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run the scenario against a server; return its figures. Raises BenchmarkError with the end of aiperf's output."""
     with TemporaryDirectory(prefix="warmpath-") as folder:
         command = [
-            str(options.aiperf), "profile", "--scenario", SCENARIO, "--model", "demo", "--url", url,
+            str(options.aiperf), "profile", "--scenario", SCENARIO, "--model", SERVED, "--url", url,
             "--endpoint-type", "chat", "--streaming", "--use-server-token-count", "--custom-dataset-type", "weka-trace",
             "--input-file", str(traces), "--cache-bust", "first-turn-prefix", "--concurrency", str(options.concurrency),
             "--benchmark-duration", str(options.duration_s), "--benchmark-grace-period", "60",

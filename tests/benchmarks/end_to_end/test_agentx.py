@@ -73,6 +73,13 @@ def test_figures_are_parts_of_what_was_possible_and_a_system_that_fails_loses_it
     assert "best other: 0.75" in told and "smg was not measured" in told and "unsafe_override" in told
 
 
+def test_every_model_is_served_by_the_name_that_sessions_ask_for() -> None:
+    flags = agentx.server_flags(agentx.parse(["--engine", "torch", "--model", "smollm2"]))
+    row = agentx.weka_trace("one", AgentSession((AgentStream((turn(4, 0),)),), 512), scale=8)
+    served = flags[flags.index("--served-model-name") + 1]
+    assert row["models"] == [served] == [row["requests"][0]["model"]]
+
+
 def test_an_aiperf_that_fails_is_told_by_its_last_words(tmp_path: Path) -> None:
     """It ends without an export."""
     tool = tmp_path / "aiperf"
