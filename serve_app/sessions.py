@@ -358,12 +358,12 @@ class Sessions:
         self._computing.add(request_id)
 
     def idle_s(self) -> float:
-        """Return the time, in seconds, in which no prompt was computed or could have been."""
+        """Return for how long, in all, the replica had no prompt to compute; those that wait for space do not count."""
         return self._idle_s + (0.0 if self._computing else self._clock() - self._idle_since_s)
 
     @property
     def idle(self) -> bool:
-        """Whether no prompt is computed or waits for it; those that wait for space do not count."""
+        """Whether the replica has no prompt to compute now."""
         return not self._computing
 
     def state(self, session: Session, pace: float) -> SessionState:

@@ -137,11 +137,11 @@ class Admission:
             passed = sums[bisect_right(services, MUCH * session.served(now_s))]
             # Not ``verdict``: within its share it also takes the space of others' sessions that wait for their return.
             fits = held_tokens - passed + tokens <= room or held[tenant] - passed + tokens <= share[tenant]
-            pause_s = self._pause_s(tokens, held_tokens - passed, room)
-            idle = self.sessions.idle and self.sessions.idle_s() - self._spent_s >= pause_s
+            price_s = self._price_s(tokens, held_tokens - passed, room)
+            idle = self.sessions.idle and self.sessions.idle_s() - self._spent_s >= price_s
             if fits or not held or idle or waiting.until_s <= now_s:
                 if held and not fits:
-                    self._spent_s += pause_s
+                    self._spent_s += price_s
                 started.append(request_id)
                 self._waits_s.observe(now_s - waiting.arrival_s)
                 held[tenant] += tokens
@@ -150,8 +150,8 @@ class Admission:
                 del self._waiting[request_id]
         return started
 
-    def _pause_s(self, tokens: int, held_tokens: int, room: int) -> float:
-        """Return the idle time after which a context of ``tokens`` starts; 0.0 where it evicts no live session."""
+    def _price_s(self, tokens: int, held_tokens: int, room: int) -> float:
+        """Return the idle time that a context of ``tokens`` needs to start; 0.0 where it evicts no live session."""
         return PATIENCE * max(0, min(tokens, held_tokens + tokens - room)) / self.sessions.pace()
 
     def _paused(self, tenant: str) -> tuple[list[float], list[int]]:
@@ -173,8 +173,8 @@ class Admission:
         waiting, idle_until_s = self._waiting.values(), math.inf
         if self.sessions.idle:
             least, held_tokens = min(one.session.own_tokens for one in waiting), self.sessions.held().total()
-            pause_s = self._pause_s(least, held_tokens, self.room_tokens)
-            idle_until_s = self.clock() + pause_s - (self.sessions.idle_s() - self._spent_s)
+            price_s = self._price_s(least, held_tokens, self.room_tokens)
+            idle_until_s = self.clock() + price_s - (self.sessions.idle_s() - self._spent_s)
         return min([min(one.until_s for one in waiting), idle_until_s, self.sessions.next_end_s()])
 
 

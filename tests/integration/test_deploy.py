@@ -252,8 +252,7 @@ def test_two_applications_share_what_is_in_their_database(cluster: Cluster, tmp_
     later = {"previous_response_id": first.json()["id"]}
     assert ask("/two", acme, **later).status_code == 200
     assert ask("/two", zeta, **later).json()["error"]["code"] == "previous_response_not_found"
-    made = "/v1/admin/tenants", {"name": "mia"}, "/v1/admin/keys", {"tenant": "mia"}
-    for path, body in zip(made[::2], made[1::2], strict=True):
+    for path, body in (("/v1/admin/tenants", {"name": "mia"}), ("/v1/admin/keys", {"tenant": "mia"})):
         answer = HTTP.post(f"{cluster.url}{path}", json=body, headers=bearer("operator")).raise_for_status()
     key = answer.json()["key"]
     eventually(lambda: ask("/two", key).status_code == 200)

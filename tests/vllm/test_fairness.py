@@ -81,7 +81,7 @@ def tenants(demo_model_path: Path) -> Iterator[Tenants]:
         device="cpu",
         enforce_eager=True,
         kv_pull=True,
-        num_threads=1,  # tests of two files run at once
+        num_threads=1,  # tests of several files run at once
     )
     engine = make_engine(config, info, Routers())
     engine.start()
