@@ -4,7 +4,9 @@ aiperf (`make agentx` installs it) replays sessions of the published trace in it
 an opening of its own. Two replicas serve them: with the engine `simulated` at the speeds of an H100 for a model of 8B,
 where a token of a prompt stands for `--scale` ones, so rate and pool are as much smaller and seconds are the same; or
 with a real model. Ray's prefix rule and smg stand before two servers of one replica each, with our engine in them.
-Runs of less than 900 s are no valid submissions; the report says what the scenario refuses.
+The scenario takes only its authors' dataset, from their server, as a valid submission, and runs of 900 s or more: ours
+are no submissions, and the report says what it refuses. `--virtual-runs N` simulates clients and servers in virtual
+time, with a seed a run: N hours in a minute, without aiperf and smg.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,6 +24,10 @@ from benchmarks.common.agent_sessions import AgentSession, AgentTurn, read_sessi
 from benchmarks.common.report import BenchmarkError, add_engine_flag, names_of, parser_of, write
 from benchmarks.common.server import instance, server_process
 from benchmarks.end_to_end.replay.agents import drawn
+from benchmarks.simulation.agentx import AgentX
+from benchmarks.simulation.cluster import Cluster
+from benchmarks.simulation.front_door import RAY_PREFIX
+from benchmarks.simulation.settings import ClusterSettings, Contender
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS
 from serve_app.checkpoints.sources import resolve_model
 from serve_app.cli.local_ray import held_port
@@ -33,6 +40,11 @@ SERVED = "demo"
 POLICIES = {"warmpath": "estimated_ttft", "round_robin": "round_robin", "power_of_two": "power_of_two"}
 """Systems that are policies of our router; none but ours copies KV between replicas."""
 SYSTEMS = (*POLICIES, "ray_prefix", "smg")
+VIRTUAL = {
+    **{name: Contender(policy, True, pull=name == "warmpath", admission=True) for name, policy in POLICIES.items()},
+    "ray_prefix": Contender(RAY_PREFIX, shortest_first=True, admission=True),
+}
+"""The same systems in virtual time: all have our engine."""
 PREFILL_TOKENS_PER_S, DECODE_STEP_S, KV_TOKENS = 24_500.0, 0.0074, 690_000
 """An H100's, for Llama-3.1-8B's sizes (`log/vllm.md`): a prompt of 32,768 tokens, a step of 16 streams, and 45 GB of
 KV at 64 KiB a token."""
@@ -67,6 +79,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scale", type=int, default=8, help="tokens of the trace's prompts that one token stands for")
     parser.add_argument("--kv-tokens", type=int, default=KV_TOKENS, help="a replica's pool, in the trace's tokens")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--virtual-runs", type=int, default=0, help="runs in virtual time, from this seed on")
     parser.set_defaults(speed=1.0)
     return parser.parse_args(arguments)
 
@@ -160,9 +173,8 @@ def play(url: str, traces: Path, options: argparse.Namespace) -> dict[str, Any]:
             "--benchmark-duration", str(options.duration_s), "--benchmark-grace-period", "60",
             "--random-seed", str(options.seed), "--tokenizer", str(resolve_model(options.model, weights=False)),
             "--artifact-dir", folder, "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics",
-            "--workers-max", "2",
+            "--workers-max", "2", "--unsafe-override",  # else it refuses sessions from a folder
         ]  # fmt: skip
-        command += ["--unsafe-override"] if options.duration_s < SHORTEST_S else []
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except FileNotFoundError as error:
@@ -185,6 +197,34 @@ def figures(export: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: told[name] for name in ("submission_valid", "submission_invalid_reasons") if name in told}
 
 
+def virtual(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a system's figures in virtual time: medians, and each run's. Raises BenchmarkError for smg."""
+    if name not in VIRTUAL:
+        raise BenchmarkError(f"there is no {name} in virtual time")
+    rows = []
+    for seed in range(options.seed, options.seed + options.virtual_runs):
+        settings = ClusterSettings(
+            REPLICAS, options.kv_tokens // TRACE_BLOCK_TOKENS, prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+            decode_token_s=DECODE_STEP_S, seed=seed,
+        )  # fmt: skip
+        sessions = drawn(read_sessions(), argparse.Namespace(**{**vars(options), "seed": seed}))
+        cluster = Cluster(settings, VIRTUAL[name])
+        rows.append(AgentX(cluster, sessions, options.concurrency, options.duration_s).run())
+    medians = {figure: median(row[figure] for row in rows) for figure in rows[0]}
+    return dict.fromkeys(FIGURES) | medians | {"runs": rows}
+
+
+def virtual_summary(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a sentence with the ratio of our mean TTFT to each other system's, run by run."""
+    rows = {name: row["runs"] for name, row in results.items() if "runs" in row}
+    ours = rows.pop("warmpath", [])
+    told = []
+    for name, others in rows.items():
+        ratios = [own["ttft_ms_mean"] / other["ttft_ms_mean"] for own, other in zip(ours, others, strict=True)]
+        told.append(f" To {name}'s, run by run: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}).")
+    return f" Simulated, in virtual time: medians of {len(ours)} runs.{''.join(told)}" if ours else ""
+
+
 def summary(results: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> str:
     """Return a sentence with each system's figures, and the ratio of our mean TTFT to the best other one."""
 
@@ -197,7 +237,7 @@ def summary(results: Mapping[str, Mapping[str, Any]], options: argparse.Namespac
     ours, others = times.pop("warmpath", None), times
     ratio = f" Our mean TTFT / the best other: {ours / min(others.values()):.2f}." if ours and others else ""
     reasons = {reason for row in results.values() for reason in row.get("submission_invalid_reasons", ())}
-    valid = f" No valid submission ({options.duration_s} s): {', '.join(sorted(reasons))}." if reasons else ""
+    valid = f" No submission ({options.duration_s} s): {', '.join(sorted(reasons))}." if reasons else ""
     rows = "; ".join(told(name, row) for name, row in results.items())
     return f"AgentX ({options.engine}, {options.concurrency} sessions): {rows}.{ratio}{valid}"
 
@@ -217,6 +257,10 @@ def measured(names: Sequence[str], measure: Callable[[str], dict[str, Any]]) -> 
 def main() -> None:
     """Write the sessions, run each system with them, write the JSON."""
     options = parse()
+    if options.virtual_runs:
+        results = measured(options.systems, lambda name: virtual(name, options))
+        write(options.json, vars(options), results, summary(results, options) + virtual_summary(results))
+        return
     with TemporaryDirectory(prefix="warmpath-") as folder:
         for number, session in enumerate(drawn(read_sessions(), options)):
             trace = weka_trace(f"session_{number:03}", session, options.scale)

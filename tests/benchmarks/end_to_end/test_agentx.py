@@ -81,9 +81,9 @@ def test_every_model_is_served_by_the_name_that_sessions_ask_for() -> None:
 
 
 def test_an_aiperf_that_fails_is_told_by_its_last_words(tmp_path: Path) -> None:
-    """It ends without an export."""
+    """It ends without an export. Without the override, the scenario refuses local sessions at any duration."""
     tool = tmp_path / "aiperf"
-    tool.write_text("#!/bin/sh\necho Scenario invariants violated; exit 1\n")
+    tool.write_text('#!/bin/sh\ncase "$*" in *--unsafe-override*) echo Scenario invariants violated;; esac; exit 1\n')
     tool.chmod(0o755)
     with pytest.raises(BenchmarkError, match=r"status 1:\nScenario invariants violated"):
         agentx.play("http://127.0.0.1:1", tmp_path, agentx.parse(["--aiperf", str(tool)]))
