@@ -109,15 +109,21 @@ def simulate_long_and_short(settings: ClusterSettings, pools: Sequence[float]) -
 
 
 class Agents:
-    """Runs a load on a cluster, once. ``closes``: clients name each stream of a session, and close it at its end."""
+    """Runs a load on a contender's cluster, once."""
 
-    def __init__(self, cluster: Cluster, load: SimulatedLoad, *, closes: bool = False) -> None:
+    def __init__(self, cluster: Cluster, load: SimulatedLoad) -> None:
         self._cluster = cluster
-        self._closes = closes
+        self._closes = cluster.contender.closes
         self._load = load
         self._began_s: dict[int, float] = {}
         self._ended_s: dict[int, float] = defaultdict(float)
         self._where: dict[int, tuple[int, int, int]] = {request.number: key for key, request in load.requests.items()}
+
+        self._returns: dict[tuple[int, int], tuple[float, bytes]] = {}
+        """By session and stream: the time of the next turn, and the last prompt's chain."""
+        if cluster.contender.oracle:
+            for replica in cluster.replicas.values():
+                replica.returning = lambda: [chain for _, chain in sorted(self._returns.values(), reverse=True)]
 
     def run(self) -> dict[str, float]:
         """Return the figures of all sessions."""
@@ -146,8 +152,11 @@ class Agents:
         clock, streams = self._cluster.clock, self._load.sessions[session].streams
         self._ended_s[session] = max(self._ended_s[session], clock.now_s)
         turns = streams[at].turns
+        self._returns.pop((session, at), None)
         if turn + 1 < len(turns):
-            clock.after(turns[turn + 1].pause_s, partial(self._send, session, at, turn + 1))
+            pause_s = turns[turn + 1].pause_s
+            self._returns[session, at] = clock.now_s + pause_s, job.request.block_hashes
+            clock.after(pause_s, partial(self._send, session, at, turn + 1))
         elif self._closes:
             self._cluster.close(job.request.trace.tenant, job.request.session)
         if at == 0:
@@ -159,6 +168,7 @@ class Agents:
 CONTENDERS = {
     "warmpath": Contender(DEFAULT_POLICY, shortest_first=True, pull=True, admission=True),
     "closes": Contender(DEFAULT_POLICY, shortest_first=True, pull=True, admission=True, closes=True),
+    "oracle": Contender(DEFAULT_POLICY, shortest_first=True, pull=True, admission=True, oracle=True),
     "no_admission": Contender(DEFAULT_POLICY, shortest_first=True, pull=True),
     "first_come": Contender(DEFAULT_POLICY),
     "power_of_two": Contender("power_of_two"),
@@ -176,7 +186,7 @@ def simulate_agents(
         blocks = round(pool * load.working_set_blocks / settings.replicas)
         for name, contender in CONTENDERS.items():
             row = results[f"{name}, pool {pool:g}"] = Agents(
-                Cluster(replace(settings, blocks=blocks), contender), load, closes=contender.closes
+                Cluster(replace(settings, blocks=blocks), contender), load
             ).run()
             print(f"{name}, pool {pool:g}: {_line(row)}", file=sys.stderr, flush=True)
     return results

@@ -43,7 +43,7 @@ class Cluster:
     """Replicas and routers on one clock, for a single run."""
 
     def __init__(self, settings: ClusterSettings, contender: Contender) -> None:
-        self.settings = settings
+        self.settings, self.contender = settings, contender
         self.clock = VirtualClock()
         self.outcome = Outcome()
         self.replicas: dict[str, SimulatedReplica] = {}

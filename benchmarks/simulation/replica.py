@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -61,6 +61,8 @@ class SimulatedReplica:
     on_end: Callable[[Job], None]
     publish: Callable[[str, tuple[Event, ...]], None]
     decoding: int = 0
+    returning: Callable[[], Iterable[bytes]] = tuple
+    """Only for an oracle: the paused sessions' prompts, as chains, the last to return first. Evicted in this order."""
     waiting: list[Job] = field(default_factory=list)
     current: Job | None = None
     _overtaken: list[Job] = field(default_factory=list)
@@ -227,6 +229,8 @@ class SimulatedReplica:
             return False
         cache.acquire(matched)
         if self.shortest_first and needed > cache.pool.free_blocks:  # like our scheduler
+            for chain in self.returning():
+                cache.touch(chain, cache.index.count_held(chain, len(chain) // HASH_BYTES))
             for other in sorted(self.waiting, key=self._rank, reverse=True):
                 cache.touch(other.request.block_hashes, other.held_blocks)
         job.blocks = [*matched, *cache.allocate(needed)]

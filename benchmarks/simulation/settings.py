@@ -48,7 +48,8 @@ class Contender:
 
     ``shortest_first``: least uncached work first, with aging; else first come, first served. ``pull``: the chosen
     replica copies a prefix from another one if that is faster. ``admission``: sessions wait for capacity. ``closes``:
-    with agents, clients name their sessions and close them.
+    with agents, clients name their sessions and close them. ``oracle``: with agents, replicas know when each session
+    will return, and evict first what returns last. No real system can know this.
     """
 
     policy: str
@@ -56,6 +57,7 @@ class Contender:
     pull: bool = False
     admission: bool = False
     closes: bool = False
+    oracle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

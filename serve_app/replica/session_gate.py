@@ -41,7 +41,7 @@ MUCH = 4.0
 """A paused session that was served this many times as much keeps no other one of its tenant waiting: short sessions
 pass long ones, and sessions alike do not evict each other."""
 
-PATIENCE = 0.3
+PATIENCE = 0.15
 """The idle time after which a request starts, as a part of the time that the tokens take which it may evict. Waits for
 space are far longer than that, and not every evicted context returns."""
 

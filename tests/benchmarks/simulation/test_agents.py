@@ -5,10 +5,10 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.common.agent_sessions import AgentSession, read_sessions
-from benchmarks.simulation.agents import CONTENDERS, Agents, make_load, make_long_and_short
+from benchmarks.common.agent_sessions import AgentSession, AgentStream, AgentTurn, read_sessions, requests_of
+from benchmarks.simulation.agents import CONTENDERS, Agents, SimulatedLoad, make_load, make_long_and_short
 from benchmarks.simulation.cluster import Cluster
-from benchmarks.simulation.settings import ClusterSettings
+from benchmarks.simulation.settings import ClusterSettings, prepare
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS
 
 
@@ -58,3 +58,23 @@ def test_short_sessions_pass_long_ones_of_their_tenant() -> None:
         agents.run()
         short.append(fmean(agents.slowdowns()[4:]))
     assert 1.0 < short[0] < 0.5 * short[1]
+
+
+def test_an_oracle_evicts_what_returns_last() -> None:
+    """Of two prompts of 4 blocks the older one returns soon, the younger one late; a third one takes their space."""
+
+    def session(first: int, *pauses_s: float) -> AgentSession:
+        hashes = tuple(range(first, first + 4))
+        turns = [AgentTurn(4 * TRACE_BLOCK_TOKENS, 1, pause_s, hashes, 0) for pause_s in (0.0, *pauses_s)]
+        return AgentSession((AgentStream(tuple(turns)),), 0)
+
+    chosen = [session(0, 100.0), session(10, 1000.0), session(20)]
+    traced = requests_of(chosen, 1)
+    requests = dict(zip(traced, prepare(list(traced.values())), strict=True))
+    load = SimulatedLoad(chosen, [0.0, 10.0, 50.0], requests, [1.0] * 3, 12)
+    settings = ClusterSettings(replicas=1, blocks=10)
+    lru, oracle = (
+        Agents(Cluster(settings, contender), load).run()["hit_rate"] * 20
+        for contender in (CONTENDERS["no_admission"], replace(CONTENDERS["oracle"], admission=False))
+    )
+    assert (lru, oracle) == (2, 4), "blocks of 20; the last one of a prompt is always computed"
