@@ -15,6 +15,17 @@ POOL = 64 * 1000
 WAIT_S = 100.0
 
 
+class Idle:
+    """The time without a prompt to compute, counted anew: while some wait, starts spend it."""
+
+    def __init__(self) -> None:
+        self.left_s = 0.0
+
+    def price_s(self, tokens: int, others: int) -> float:
+        """Return what a start beside contexts of ``others`` tokens costs, at a token a second."""
+        return PATIENCE * max(0, min(tokens, others + tokens - POOL))
+
+
 class Bench:
     """Sessions of one turn each over a pool of ``POOL`` tokens. ``pace``: so slow that each context is worth 120 s."""
 
@@ -172,6 +183,7 @@ def test_laws(data: st.DataObject) -> None:
     waiting: set[str] = set()
     running: set[str] = set()
     ended: dict[str, float] = {}
+    idle = Idle()
 
     def held(tenant: str | None = None) -> int:
         live = running | {name for name, at in ended.items() if at + 120.0 > bench.clock.now_s}
@@ -192,6 +204,7 @@ def test_laws(data: st.DataObject) -> None:
             tenant, tokens = data.draw(st.sampled_from("abc")), data.draw(st.integers(1_001, POOL))
             name = bench.arrive(tokens, tenant)
             arrivals[name] = (tenant, tokens, bench.clock.now_s)
+            idle.left_s = idle.left_s if waiting else 0.0
             waiting.add(name)
         elif action == "end" and (running or waiting):
             name = data.draw(st.sampled_from(sorted(running | waiting)))
@@ -201,7 +214,9 @@ def test_laws(data: st.DataObject) -> None:
             running.discard(name)
             waiting.discard(name)  # a client that left before its start: its session holds nothing
         else:
-            bench.clock.now_s += data.draw(st.floats(0.0, 60.0))
+            pause_s = data.draw(st.floats(0.0, 60.0))
+            bench.clock.now_s += pause_s
+            idle.left_s += 0.0 if running else pause_s
         before = held()
         started = bench.admission.admitted()
         assert set(started) <= waiting
@@ -210,15 +225,16 @@ def test_laws(data: st.DataObject) -> None:
             tenants = {arrivals[other][0] for other in running | waiting} | {
                 arrivals[other][0] for other, at in ended.items() if at + 120.0 > bench.clock.now_s
             }
-            may = (
-                held() + tokens <= POOL
-                or held(tenant) + tokens <= POOL / len(tenants)
-                or held() - passed(name) + tokens <= POOL
+            fits = (
+                held() - passed(name) + tokens <= POOL
                 or held(tenant) - passed(name) + tokens <= POOL / len(tenants)
                 or not before
-                or arrival_s + WAIT_S <= bench.clock.now_s
             )
-            assert may, "it was admitted without space, share or a long wait"
+            price_s = 0.0 if fits else idle.price_s(tokens, held() - passed(name))
+            is_idle = not running and idle.left_s >= price_s - 1e-6
+            may = fits or is_idle or arrival_s + WAIT_S <= bench.clock.now_s
+            assert may, "it was admitted without space, share, idle time or a long wait"
+            idle.left_s -= price_s
             waiting.remove(name)
             running.add(name)
         for name in waiting:
@@ -256,7 +272,7 @@ def test_turns_inside_a_tenant_are_by_service(data: st.DataObject) -> None:
     """Each start agrees with a ledger of everything that was computed, read anew each time; nobody starves.
 
     A session waits only behind those that run, those that pause with at most ``MUCH`` times its service, and those
-    that came before it or were served less. It starts after ``WAIT_S`` in any case.
+    that came before it or were served less. It starts once there was idle time for it, and after ``WAIT_S``.
     """
     bench = Bench()
     ledger: dict[str, list[tuple[float, int]]] = {}
@@ -264,6 +280,7 @@ def test_turns_inside_a_tenant_are_by_service(data: st.DataObject) -> None:
     ended: dict[str, float] = {}
     running: dict[str, str] = {}
     waiting: dict[str, tuple[str, float, float]] = {}
+    idle = Idle()
 
     def served(name: str) -> float:
         return sum(tokens * exp((at - bench.clock.now_s) / HEAT_MEMORY_S) for at, tokens in ledger[name])
@@ -278,8 +295,13 @@ def test_turns_inside_a_tenant_are_by_service(data: st.DataObject) -> None:
         assume(all(one == other or not isclose(one, other) for one, other in near))  # rounding decides
         for request, (name, since_s, _) in sorted(waiting.items(), key=lambda one: one[1][2]):
             behind = [tokens for other, tokens in paused.items() if served(other) <= MUCH * served(name)]
-            fits = sum(live.values()) + sum(behind) + sizes[name] <= POOL
-            if fits or not (live or paused) or since_s + WAIT_S <= bench.clock.now_s:
+            others = sum(live.values()) + sum(behind)
+            fits = others + sizes[name] <= POOL or not (live or paused)
+            price_s = 0.0 if fits else idle.price_s(sizes[name], others)
+            assume(not isclose(idle.left_s, price_s, abs_tol=1e-6) or fits)
+            is_idle = not live and idle.left_s > price_s
+            if fits or is_idle or since_s + WAIT_S <= bench.clock.now_s:
+                idle.left_s -= price_s
                 started.append(request)
                 live[name] = sizes[name]
         return started
@@ -294,13 +316,16 @@ def test_turns_inside_a_tenant_are_by_service(data: st.DataObject) -> None:
             ended.pop(name, None)
             sizes[name] = tokens
             ledger.setdefault(name, []).append((now_s, tokens))
+            idle.left_s = idle.left_s if waiting else 0.0
             waiting[request] = name, now_s, now_s + served(name) / AGING_SHARE
         elif action == "end" and running:
             request = data.draw(st.sampled_from(sorted(running)))
             bench.end(request)
             ended[running.pop(request)] = now_s
         else:
-            bench.clock.now_s += data.draw(st.floats(0.0, 60.0))
+            pause_s = data.draw(st.floats(0.0, 60.0))
+            bench.clock.now_s += pause_s
+            idle.left_s += 0.0 if running else pause_s
         right = expected()
         assert bench.admission.admitted() == right
         for request in right:
