@@ -186,6 +186,9 @@ async def replay(
             apart_s = arrivals_s[-1] / max(1, len(load.flood))
             shots = [replace(shot, at_s=number * apart_s) for number, shot in enumerate(load.flood)]
             flooded, slowdowns = await asyncio.gather(fire(url, shots if flood else [], TIMEOUT_S, lambda: None), jobs)
+    for result in flooded:
+        if result.answer is None:
+            print(f"a request of the flood failed: {result.status} {result.reason}", file=sys.stderr, flush=True)
     ttft_s = [answer.ttft_s for answer in answers]
     return {
         **job_figures(slowdowns),
