@@ -4,9 +4,9 @@ aiperf (`make agentx` installs it) replays sessions of the published trace in it
 an opening of its own. Two replicas serve them: with the engine `simulated` at the speeds of an H100 for a model of 8B,
 where a token of a prompt stands for `--scale` ones, so rate and pool are as much smaller and seconds are the same; or
 with a real model. Ray's prefix rule and smg stand before two servers of one replica each, with our engine in them.
-The scenario takes only its authors' dataset, from their server, as a valid submission, and runs of 900 s or more: ours
-are no submissions, and the report says what it refuses. `--virtual-runs N` simulates clients and servers in virtual
-time, with a seed a run: N hours in a minute, without aiperf and smg.
+The scenario accepts as a valid submission only its authors' dataset, from their server, over 900 s or more: no run
+here is one, and the report says what it refuses. `--virtual-runs N` simulates the clients too, in virtual time and
+without aiperf and smg: N runs, each with its own seed, in seconds.
 """
 
 import argparse
@@ -41,7 +41,10 @@ POLICIES = {"warmpath": "estimated_ttft", "round_robin": "round_robin", "power_o
 """Systems that are policies of our router; none but ours copies KV between replicas."""
 SYSTEMS = (*POLICIES, "ray_prefix", "smg")
 VIRTUAL = {
-    **{name: Contender(policy, True, pull=name == "warmpath", admission=True) for name, policy in POLICIES.items()},
+    **{
+        name: Contender(policy, shortest_first=True, pull=name == "warmpath", admission=True)
+        for name, policy in POLICIES.items()
+    },
     "ray_prefix": Contender(RAY_PREFIX, shortest_first=True, admission=True),
 }
 """The same systems in virtual time: all have our engine."""
@@ -197,7 +200,7 @@ def figures(export: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: told[name] for name in ("submission_valid", "submission_invalid_reasons") if name in told}
 
 
-def virtual(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def virtual(name: str, sessions: Sequence[AgentSession], options: argparse.Namespace) -> dict[str, Any]:
     """Return a system's figures in virtual time: medians, and each run's. Raises BenchmarkError for smg."""
     if name not in VIRTUAL:
         raise BenchmarkError(f"there is no {name} in virtual time")
@@ -207,39 +210,40 @@ def virtual(name: str, options: argparse.Namespace) -> dict[str, Any]:
             REPLICAS, options.kv_tokens // TRACE_BLOCK_TOKENS, prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
             decode_token_s=DECODE_STEP_S, seed=seed,
         )  # fmt: skip
-        sessions = drawn(read_sessions(), argparse.Namespace(**{**vars(options), "seed": seed}))
+        chosen = drawn(sessions, argparse.Namespace(**{**vars(options), "seed": seed}))
         cluster = Cluster(settings, VIRTUAL[name])
-        rows.append(AgentX(cluster, sessions, options.concurrency, options.duration_s).run())
+        rows.append(AgentX(cluster, chosen, options.concurrency, options.duration_s).run())
     medians = {figure: median(row[figure] for row in rows) for figure in rows[0]}
     return dict.fromkeys(FIGURES) | medians | {"runs": rows}
 
 
-def virtual_summary(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a sentence with the ratio of our mean TTFT to each other system's, run by run."""
-    rows = {name: row["runs"] for name, row in results.items() if "runs" in row}
-    ours = rows.pop("warmpath", [])
-    told = []
-    for name, others in rows.items():
-        ratios = [own["ttft_ms_mean"] / other["ttft_ms_mean"] for own, other in zip(ours, others, strict=True)]
-        told.append(f" To {name}'s, run by run: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}).")
-    return f" Simulated, in virtual time: medians of {len(ours)} runs.{''.join(told)}" if ours else ""
+def ratios(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a sentence with the ratio of our mean TTFT to the best other one; of runs, to each one's, run by run."""
+    times = {name: row["ttft_ms_mean"] for name, row in results.items() if row.get("ttft_ms_mean")}
+    if "warmpath" not in times or len(times) == 1:
+        return ""
+    ours, told = results["warmpath"], []
+    if "runs" not in ours:
+        return f" Our mean TTFT / the best other: {times.pop('warmpath') / min(times.values()):.2f}."
+    for name in times.keys() - {"warmpath"}:
+        pairs = zip(ours["runs"], results[name]["runs"], strict=True)
+        found = [own["ttft_ms_mean"] / other["ttft_ms_mean"] for own, other in pairs]
+        told.append(f"{name}'s {median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+    return f" Medians of {len(ours['runs'])} runs in virtual time. Our mean TTFT / {', '.join(sorted(told))}."
 
 
 def summary(results: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> str:
-    """Return a sentence with each system's figures, and the ratio of our mean TTFT to the best other one."""
+    """Return a sentence with each system's figures, and the ratios."""
 
     def told(name: str, row: Mapping[str, Any]) -> str:
         if "not_measured" in row:
             return f"{name} was not measured"
         return f"{name}: " + ", ".join(f"{figure} {row[figure]:.4g}" for figure in FIGURES if row[figure] is not None)
 
-    times = {name: row["ttft_ms_mean"] for name, row in results.items() if row.get("ttft_ms_mean")}
-    ours, others = times.pop("warmpath", None), times
-    ratio = f" Our mean TTFT / the best other: {ours / min(others.values()):.2f}." if ours and others else ""
     reasons = {reason for row in results.values() for reason in row.get("submission_invalid_reasons", ())}
-    valid = f" No submission ({options.duration_s} s): {', '.join(sorted(reasons))}." if reasons else ""
+    valid = f" Not a valid submission ({options.duration_s} s): {', '.join(sorted(reasons))}." if reasons else ""
     rows = "; ".join(told(name, row) for name, row in results.items())
-    return f"AgentX ({options.engine}, {options.concurrency} sessions): {rows}.{ratio}{valid}"
+    return f"AgentX ({options.engine}, {options.concurrency} sessions): {rows}.{ratios(results)}{valid}"
 
 
 def measured(names: Sequence[str], measure: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -257,12 +261,15 @@ def measured(names: Sequence[str], measure: Callable[[str], dict[str, Any]]) -> 
 def main() -> None:
     """Write the sessions, run each system with them, write the JSON."""
     options = parse()
+    sessions = read_sessions()
     if options.virtual_runs:
-        results = measured(options.systems, lambda name: virtual(name, options))
-        write(options.json, vars(options), results, summary(results, options) + virtual_summary(results))
+        if not ENGINES[options.engine].simulated:
+            raise BenchmarkError(f"virtual time has no {options.engine}: leave --engine out")
+        results = measured(options.systems, lambda name: virtual(name, sessions, options))
+        write(options.json, vars(options), results, summary(results, options))
         return
     with TemporaryDirectory(prefix="warmpath-") as folder:
-        for number, session in enumerate(drawn(read_sessions(), options)):
+        for number, session in enumerate(drawn(sessions, options)):
             trace = weka_trace(f"session_{number:03}", session, options.scale)
             Path(folder, f"session_{number:03}.json").write_text(json.dumps(trace))
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -23,6 +23,7 @@ from benchmarks.common.agent_sessions import (
     requests_of,
     working_set_tokens,
 )
+from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.replica import Job
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest, prepare
@@ -108,6 +109,18 @@ def simulate_long_and_short(settings: ClusterSettings, pools: Sequence[float]) -
     return found
 
 
+def go_on(clock: VirtualClock, session: AgentSession, at: int, turn: int, send: Callable[[int, int], None]) -> int:
+    """Schedule what an answer begins: its stream's next turn, and sub-agents. Return how many more streams are open."""
+    streams = session.streams
+    begun = [other for other, stream in enumerate(streams) if not at and other and stream.after == turn]
+    for other in begun:
+        clock.after(streams[other].delay_s, partial(send, other, 0))
+    if turn + 1 == len(streams[at].turns):
+        return len(begun) - 1
+    clock.after(streams[at].turns[turn + 1].pause_s, partial(send, at, turn + 1))
+    return len(begun)
+
+
 class Agents:
     """Runs a load on a contender's cluster, once."""
 
@@ -118,7 +131,6 @@ class Agents:
         self._began_s: dict[int, float] = {}
         self._ended_s: dict[int, float] = defaultdict(float)
         self._where: dict[int, tuple[int, int, int]] = {request.number: key for key, request in load.requests.items()}
-
         self._returns: dict[tuple[int, int], tuple[float, bytes]] = {}
         """By session and stream: the time of the next turn, and the last prompt's chain."""
         if cluster.contender.oracle:
@@ -149,20 +161,14 @@ class Agents:
 
     def _ended(self, job: Job) -> None:
         session, at, turn = self._where[job.request.number]
-        clock, streams = self._cluster.clock, self._load.sessions[session].streams
+        clock, turns = self._cluster.clock, self._load.sessions[session].streams[at].turns
         self._ended_s[session] = max(self._ended_s[session], clock.now_s)
-        turns = streams[at].turns
         self._returns.pop((session, at), None)
         if turn + 1 < len(turns):
-            pause_s = turns[turn + 1].pause_s
-            self._returns[session, at] = clock.now_s + pause_s, job.request.block_hashes
-            clock.after(pause_s, partial(self._send, session, at, turn + 1))
+            self._returns[session, at] = clock.now_s + turns[turn + 1].pause_s, job.request.block_hashes
         elif self._closes:
             self._cluster.close(job.request.trace.tenant, job.request.session)
-        if at == 0:
-            for other, stream in enumerate(streams[1:], 1):
-                if stream.after == turn:
-                    clock.after(stream.delay_s, partial(self._send, session, other, 0))
+        go_on(clock, self._load.sessions[session], at, turn, partial(self._send, session))
 
 
 CONTENDERS = {

@@ -3,7 +3,7 @@
 Each play has prompts of its own. The first ones begin at random turns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, cycle
@@ -12,6 +12,7 @@ from statistics import fmean
 
 from benchmarks.common.agent_sessions import AgentSession
 from benchmarks.common.report import percentile
+from benchmarks.simulation.agents import go_on
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.replica import Job
 from benchmarks.simulation.settings import prepare
@@ -40,8 +41,7 @@ class AgentX:
         turns = [turn for session in sessions for stream in session.streams for turn in stream.turns]
         self._ids = count(0, 1 + max(max(turn.hash_ids) for turn in turns))
         self._numbers = count()
-        self._ended: dict[int, Callable[[], None]] = {}
-        self._sent_s: dict[int, float] = {}
+        self._sent: dict[int, tuple[_Play, int, int]] = {}
         self._answers_s: list[float] = []
         self._known_tokens = 0
 
@@ -79,24 +79,13 @@ class AgentX:
         self._known_tokens += known * TRACE_BLOCK_TOKENS
         play.seen.update(full)
         [request] = prepare([TraceRequest(now_s, asked.prompt_tokens, asked.output_tokens, ids)])
-        self._ended[number] = partial(self._go_on, play, at, turn)
-        self._sent_s[number] = now_s
+        self._sent[number] = play, at, turn
         self._cluster.send(replace(request, number=number))
 
     def _answered(self, job: Job) -> None:
-        number = job.request.number
-        self._answers_s.append(self._cluster.clock.now_s - self._sent_s.pop(number))
-        self._ended.pop(number)()
-
-    def _go_on(self, play: _Play, at: int, turn: int) -> None:
-        clock, streams = self._cluster.clock, play.session.streams
-        if turn + 1 < len(streams[at].turns):
-            clock.after(streams[at].turns[turn + 1].pause_s, partial(self._send, play, at, turn + 1))
-        else:
-            play.open_streams -= 1
-        children = [other for other, stream in enumerate(streams) if not at and other and stream.after == turn]
-        for child in children:
-            clock.after(streams[child].delay_s, partial(self._send, play, child, 0))
-        play.open_streams += len(children)
+        clock = self._cluster.clock
+        self._answers_s.append(clock.now_s - job.arrival_s)
+        play, at, turn = self._sent.pop(job.request.number)
+        play.open_streams += go_on(clock, play.session, at, turn, partial(self._send, play))
         if not play.open_streams:
             self._begin()

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks.common.agent_sessions import AgentSession, AgentStream, AgentTurn
+from benchmarks.common.report import BenchmarkError
 from benchmarks.end_to_end import agentx
 from benchmarks.simulation.agents import CONTENDERS
 from benchmarks.simulation.agentx import AgentX
@@ -60,4 +61,7 @@ def test_the_command_tells_each_run_and_our_ratio(
     results = json.loads(captured.out)["results"]
     assert [len(results[name]["runs"]) for name in ("warmpath", "ray_prefix")] == [2, 2]
     assert results["smg"] == {"not_measured": "there is no smg in virtual time"}
-    assert "medians of 2 runs" in captured.err and "To ray_prefix's" in captured.err
+    assert "Medians of 2 runs in virtual time. Our mean TTFT / ray_prefix's" in captured.err
+    monkeypatch.setattr("sys.argv", ["agentx", *flags.split(), "--engine", "torch"])
+    with pytest.raises(BenchmarkError, match="leave --engine out"):
+        agentx.main()

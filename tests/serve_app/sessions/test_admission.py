@@ -15,15 +15,9 @@ POOL = 64 * 1000
 WAIT_S = 100.0
 
 
-class Idle:
-    """The time without a prompt to compute, counted anew: while some wait, starts spend it."""
-
-    def __init__(self) -> None:
-        self.left_s = 0.0
-
-    def price_s(self, tokens: int, others: int) -> float:
-        """Return what a start beside contexts of ``others`` tokens costs, at a token a second."""
-        return PATIENCE * max(0, min(tokens, others + tokens - POOL))
+def price_s(tokens: int, others: int) -> float:
+    """Return the idle time that a start beside contexts of ``others`` tokens takes, at a token a second."""
+    return PATIENCE * max(0, min(tokens, others + tokens - POOL))
 
 
 class Bench:
@@ -183,7 +177,7 @@ def test_laws(data: st.DataObject) -> None:
     waiting: set[str] = set()
     running: set[str] = set()
     ended: dict[str, float] = {}
-    idle = Idle()
+    idle_s = 0.0  # since the first one waits, without what starts took
 
     def held(tenant: str | None = None) -> int:
         live = running | {name for name, at in ended.items() if at + 120.0 > bench.clock.now_s}
@@ -204,7 +198,7 @@ def test_laws(data: st.DataObject) -> None:
             tenant, tokens = data.draw(st.sampled_from("abc")), data.draw(st.integers(1_001, POOL))
             name = bench.arrive(tokens, tenant)
             arrivals[name] = (tenant, tokens, bench.clock.now_s)
-            idle.left_s = idle.left_s if waiting else 0.0
+            idle_s = idle_s if waiting else 0.0
             waiting.add(name)
         elif action == "end" and (running or waiting):
             name = data.draw(st.sampled_from(sorted(running | waiting)))
@@ -216,7 +210,7 @@ def test_laws(data: st.DataObject) -> None:
         else:
             pause_s = data.draw(st.floats(0.0, 60.0))
             bench.clock.now_s += pause_s
-            idle.left_s += 0.0 if running else pause_s
+            idle_s += 0.0 if running else pause_s
         before = held()
         started = bench.admission.admitted()
         assert set(started) <= waiting
@@ -230,11 +224,11 @@ def test_laws(data: st.DataObject) -> None:
                 or held(tenant) - passed(name) + tokens <= POOL / len(tenants)
                 or not before
             )
-            price_s = 0.0 if fits else idle.price_s(tokens, held() - passed(name))
-            is_idle = not running and idle.left_s >= price_s - 1e-6
+            price = 0.0 if fits else price_s(tokens, held() - passed(name))
+            is_idle = not running and idle_s >= price - 1e-6
             may = fits or is_idle or arrival_s + WAIT_S <= bench.clock.now_s
             assert may, "it was admitted without space, share, idle time or a long wait"
-            idle.left_s -= price_s
+            idle_s -= price
             waiting.remove(name)
             running.add(name)
         for name in waiting:
@@ -280,13 +274,14 @@ def test_turns_inside_a_tenant_are_by_service(data: st.DataObject) -> None:
     ended: dict[str, float] = {}
     running: dict[str, str] = {}
     waiting: dict[str, tuple[str, float, float]] = {}
-    idle = Idle()
+    idle_s = 0.0  # since the first one waits, without what starts took
 
     def served(name: str) -> float:
         return sum(tokens * exp((at - bench.clock.now_s) / HEAT_MEMORY_S) for at, tokens in ledger[name])
 
     def expected() -> list[str]:
         """The requests that may start now, in their order."""
+        nonlocal idle_s
         live = {name: sizes[name] for name in running.values()}
         paused = {name: sizes[name] for name, at in ended.items() if at + 120.0 > bench.clock.now_s}
         started = []
@@ -297,11 +292,11 @@ def test_turns_inside_a_tenant_are_by_service(data: st.DataObject) -> None:
             behind = [tokens for other, tokens in paused.items() if served(other) <= MUCH * served(name)]
             others = sum(live.values()) + sum(behind)
             fits = others + sizes[name] <= POOL or not (live or paused)
-            price_s = 0.0 if fits else idle.price_s(sizes[name], others)
-            assume(not isclose(idle.left_s, price_s, abs_tol=1e-6) or fits)
-            is_idle = not live and idle.left_s > price_s
+            price = 0.0 if fits else price_s(sizes[name], others)
+            assume(fits or not isclose(idle_s, price, abs_tol=1e-6))
+            is_idle = not live and idle_s > price
             if fits or is_idle or since_s + WAIT_S <= bench.clock.now_s:
-                idle.left_s -= price_s
+                idle_s -= price
                 started.append(request)
                 live[name] = sizes[name]
         return started
@@ -316,7 +311,7 @@ def test_turns_inside_a_tenant_are_by_service(data: st.DataObject) -> None:
             ended.pop(name, None)
             sizes[name] = tokens
             ledger.setdefault(name, []).append((now_s, tokens))
-            idle.left_s = idle.left_s if waiting else 0.0
+            idle_s = idle_s if waiting else 0.0
             waiting[request] = name, now_s, now_s + served(name) / AGING_SHARE
         elif action == "end" and running:
             request = data.draw(st.sampled_from(sorted(running)))
@@ -325,7 +320,7 @@ def test_turns_inside_a_tenant_are_by_service(data: st.DataObject) -> None:
         else:
             pause_s = data.draw(st.floats(0.0, 60.0))
             bench.clock.now_s += pause_s
-            idle.left_s += 0.0 if running else pause_s
+            idle_s += 0.0 if running else pause_s
         right = expected()
         assert bench.admission.admitted() == right
         for request in right:
