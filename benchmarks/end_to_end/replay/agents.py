@@ -138,6 +138,16 @@ def make_load(sessions: Sequence[AgentSession], text: TraceText, options: argpar
     return ReplayLoad(sessions, dict(zip(requests, shots, strict=False)), flood, flags)
 
 
+def _blocks(shot: Shot, size: int) -> int:
+    """Return the blocks of ``size`` tokens that hold a request and its longest answer; a word of it is a token."""
+    return 1 + (len(shot.body["prompt"].split()) + int(shot.body["max_tokens"])) // size
+
+
+def pool_blocks(load: ReplayLoad, tokens: float, size: int) -> int:
+    """Return the blocks of a pool of ``tokens``, or of the largest request, which a smaller one would refuse."""
+    return max(round(tokens / size), *(_blocks(shot, size) for shot in [*load.shots.values(), *load.flood]))
+
+
 def _lies(number: int) -> dict[str, Any]:
     """Return hints of a flooding session: urgent, long (but it stops early), another one's child, never closed."""
     named = {"session_id": f"flood {number}", "parent_session_id": f"flood {number ^ 1}"}
@@ -259,12 +269,11 @@ def main() -> None:
     common += ["--max-connections-per-address", "4096", f"--set=block_size={size}", "--set=enforce_eager=true"]
     common += [f"--set={pair}" for pair in options.set]
 
-    everything = sum(len(shot.body["prompt"].split()) + shot.body["max_tokens"] + size for shot in load.shots.values())
-    with instance(*common, f"--set=num_blocks={everything // size}") as url:
+    with instance(*common, f"--set=num_blocks={sum(_blocks(shot, size) for shot in load.shots.values())}") as url:
         ideal_s, ideal_hit_rate = asyncio.run(ideal_times(url, load))
     arrivals_s = random_arrivals(ideal_s, options.running, Random(options.seed))
     working_set = working_set_tokens(load.sessions, ideal_s, options.running) * text.tokens_per_id / TRACE_BLOCK_TOKENS
-    blocks = round(options.pool * working_set / size / options.replicas)
+    blocks = pool_blocks(load, options.pool * working_set / options.replicas, size)
     told = f"a pool of {blocks} blocks; each of {2 * options.runs} runs takes {arrivals_s[-1]:.0f} s and more"
     print(told, file=sys.stderr, flush=True)
     if options.flood:

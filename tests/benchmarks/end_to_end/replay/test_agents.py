@@ -8,7 +8,16 @@ import pytest
 
 from benchmarks.common.agent_sessions import AgentSession, AgentStream, AgentTurn, job_s, read_sessions
 from benchmarks.common.report import BenchmarkError
-from benchmarks.end_to_end.replay.agents import TurnIndex, compared, drawn, make_load, parse, play, sentence
+from benchmarks.end_to_end.replay.agents import (
+    TurnIndex,
+    compared,
+    drawn,
+    make_load,
+    parse,
+    play,
+    pool_blocks,
+    sentence,
+)
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.sources import resolve_model
 
@@ -116,6 +125,10 @@ def test_prompts_repeat_as_the_trace_says_and_tenants_have_their_own_keys(
     keys = {shot.api_key: shot.tenant for shot in [*load.shots.values(), *load.flood]}
     assert sorted(keys.values()) == ["flooder", *(f"tenant-{number}" for number in range(4))]
     assert len({shot.body["prompt"] for shot in load.flood}) == 3
+    assert pool_blocks(load, 320_000.0, 16) == 20_000
+    for shot in [*load.shots.values(), *load.flood]:
+        tokens = len(shot.body["prompt"].split()) + shot.body["max_tokens"]
+        assert tokens <= 16 * pool_blocks(load, 0.0, 16), "a smaller pool would refuse it"
     lies = [shot.body["nvext"]["agent_context"] for shot in load.flood]
     assert len({lie["session_id"] for lie in lies}) == 3
     assert lies[0]["parent_session_id"] == lies[1]["session_id"]
