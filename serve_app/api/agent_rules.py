@@ -7,13 +7,17 @@ are in ``serve_app/api/anthropic/``.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve_app.api.request import ChatRequest
 
 GIT_SNAPSHOT = "git_snapshot"
-_SNAPSHOT = re.compile(r"Git snapshot at conversation start\.[^\n]*\n```text\n(?:git:[^\n]*\n)*```\n*")
-"""Qwen Code's paragraph in the middle of the system prompt. It differs once a file has changed."""
+_SNAPSHOT = "Git snapshot at conversation start."
+_BLOCK = re.compile(r"\n```text\n(?:git:[^\n]*+\n)*+(?P<fence>```)\n*+")
+"""Qwen Code's paragraph in the middle of the system prompt. It differs once a file has changed.
+
+The block follows the first line with these words: one look at each line, whatever a prompt repeats.
+"""
 
 _SETTINGS = {
     "billing_line": "CLAUDE_CODE_ATTRIBUTION_HEADER=0",
@@ -24,14 +28,28 @@ _SETTINGS = {
 Messages = Sequence[Mapping[str, Any]]
 
 
-def by_rules(request: ChatRequest) -> ChatRequest:
-    """Return a request in which git's state stands behind the user's first words, not in the system prompt."""
-    messages = _moved(request.messages)
-    if messages is request.messages:
+class _Place(NamedTuple):
+    """Where a snapshot is in a text. ``fence``: the end of its last marks, before line ends that go with it."""
+
+    start: int
+    fence: int
+    end: int
+
+
+def by_rules(request: ChatRequest, *, follow: bool = True) -> ChatRequest:
+    """Return a request in which git's state stands behind the user's first words, not in the system prompt.
+
+    ``follow`` False: nothing is moved, but ``rules_off`` tells what would be. Linear in the system prompt.
+    """
+    first = request.messages[0] if request.messages else {}
+    place = _found(first["content"]) if first.get("role") == "system" else None
+    if place is None or _user(request.messages) is None:
         return request
-    marks = tuple(replace(mark, messages=tuple(_moved(mark.messages, part=True))) for mark in request.breakpoints)
+    if not follow:
+        return replace(request, rules_off=(*request.rules_off, GIT_SNAPSHOT))
+    marks = tuple(replace(mark, messages=_part(mark.messages, first["content"], place)) for mark in request.breakpoints)
     rules = (*request.prompt_rules, GIT_SNAPSHOT)
-    return replace(request, messages=tuple(messages), breakpoints=marks, prompt_rules=rules)
+    return replace(request, messages=_moved(request.messages, place), breakpoints=marks, prompt_rules=rules)
 
 
 def keeping(rules_off: Sequence[str]) -> str:
@@ -41,15 +59,35 @@ def keeping(rules_off: Sequence[str]) -> str:
     return f"Set agent_prompt_rules: {', '.join(rules_off)} may keep this prefix.{instead}"
 
 
-def _moved(messages: Messages, *, part: bool = False) -> Messages:
-    """Return messages with the snapshot moved. In a ``part`` of a conversation its new place may still be to come."""
-    first = messages[0] if messages else {}
-    found = _SNAPSHOT.search(first["content"]) if first.get("role") == "system" else None
-    user = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
-    if found is None or (user is None and not part):
-        return messages
+def _found(text: str) -> _Place | None:
+    at = 0
+    while (start := text.find(_SNAPSHOT, at)) >= 0 and (line_end := text.find("\n", start)) >= 0:
+        if block := _BLOCK.match(text, line_end):
+            return _Place(start, block.end("fence"), block.end())
+        at = line_end
+    return None
+
+
+def _user(messages: Messages) -> int | None:
+    return next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+
+
+def _part(messages: Messages, system: str, place: _Place) -> tuple[Mapping[str, Any], ...]:
+    """Return the beginning of a conversation with the snapshot moved; its new place may still be to come.
+
+    ``system``: the whole system message. What begins like it has its snapshot at the same ``place``, or none.
+    """
+    content = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+    if len(content) < place.fence or not system.startswith(content):
+        return tuple(messages)
+    return _moved(messages, place)
+
+
+def _moved(messages: Messages, place: _Place) -> tuple[Mapping[str, Any], ...]:
     moved = [dict(message) for message in messages]
-    moved[0]["content"] = first["content"][: found.start()] + first["content"][found.end() :]
-    if user is not None:
-        moved[user]["content"] = f"{moved[user]['content']}\n\n{found.group().rstrip()}"
-    return moved
+    system = moved[0]["content"]
+    moved[0]["content"] = system[: place.start] + system[place.end :]
+    if (user := _user(messages)) is not None:
+        snapshot = system[place.start : place.end].rstrip()
+        moved[user]["content"] = f"{moved[user]['content']}\n\n{snapshot}"
+    return tuple(moved)

@@ -201,11 +201,13 @@ class Completions:
         if isinstance(form, Conversation):
             await read(form.read)
             await form.go_on(self.config.max_body_bytes - len(body), arrival.grow)
-        wanted = await read(parse)
-        if isinstance(wanted, ChatRequest):
-            ruled = by_rules(wanted)
-            off = (*wanted.rules_off, *ruled.prompt_rules)
-            wanted = ruled if self.config.agent_prompt_rules else replace(wanted, rules_off=off)
+        rules = self.config.agent_prompt_rules
+
+        def parsed(body: bytes) -> GenerateRequest:
+            wanted = parse(body)
+            return by_rules(wanted, follow=rules) if isinstance(wanted, ChatRequest) else wanted
+
+        wanted = await read(parsed)
         chosen, name, note = self._chosen(wanted.model, wanted.lora_name, tenant, arrival)
         if name != wanted.model:
             wanted = replace(wanted, model=name)

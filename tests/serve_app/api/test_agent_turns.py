@@ -2,11 +2,15 @@
 
 import asyncio
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.protocol.block_hash import TokenArray, common_tokens
 from serve_app.api.agent_rules import by_rules
@@ -95,6 +99,58 @@ def test_marks_move_with_the_words_that_they_follow() -> None:
     assert first.messages == request.messages[:1] and second.messages == request.messages
     other = parse_messages(json.dumps({**body, "system": "Be brief."}).encode())
     assert by_rules(other) is other
+
+
+_LINES = (
+    "Git snapshot at conversation start.",
+    " Frozen.",
+    "\n",
+    "```text",
+    "git:",
+    " a",
+    "```",
+    "\n```text\n",
+    "git: b\n",
+)
+_PLAIN = re.compile(r"Git snapshot at conversation start\.[^\n]*\n```text\n(?:git:[^\n]*\n)*```\n*")
+
+
+def _asked(texts: list[str]) -> ChatRequest:
+    """Return a request whose system prompt has these blocks, with a mark at each of the first four."""
+    mark = {"type": "ephemeral"}
+    system = [
+        {"type": "text", "text": text, **({"cache_control": mark} if at < 4 and text else {})}
+        for at, text in enumerate(texts)
+    ]
+    body = {"model": "m", "max_tokens": 5, "system": system, "messages": [{"role": "user", "content": "Hi"}]}
+    return parse_messages(json.dumps(body).encode())
+
+
+@given(st.lists(st.lists(st.sampled_from(_LINES), max_size=9).map("".join), min_size=1, max_size=5))
+def test_the_snapshot_is_found_as_by_a_plain_search(texts: list[str]) -> None:
+    """A slow search by one pattern, again for each mark, says the same of any lines."""
+    request = _asked(texts)
+    ruled, system = by_rules(request), "".join(texts)
+    if (found := _PLAIN.search(system)) is None:
+        assert ruled is request
+        return
+    kept = [system[: found.start()] + system[found.end() :], f"Hi\n\n{found.group().rstrip()}"]
+    assert [message["content"] for message in ruled.messages] == kept
+    for before, after in zip(request.breakpoints, ruled.breakpoints, strict=True):
+        assert [one["content"] for one in after.messages] == [_PLAIN.sub("", before.messages[0]["content"], count=1)]
+    off = by_rules(request, follow=False)
+    assert off.messages is request.messages and off.rules_off == ruled.prompt_rules == ("git_snapshot",)
+
+
+@pytest.mark.parametrize("line", ["{0}", "{0}\n```text\n", "{0}\n```text\ngit:\n", "{0}\n```text\ngit: {0}\n"])
+def test_a_prompt_that_repeats_the_rules_words_takes_no_longer_than_another(line: str) -> None:
+    """Eight megabytes of them, with marks: they took half an hour, in the loop of all requests."""
+    text = line.format("Git snapshot at conversation start.")
+    request = _asked([text * ((2 << 20) // len(text))] * 4)
+    begun_s = time.process_time()
+    by_rules(request)
+    by_rules(request, follow=False)
+    assert time.process_time() - begun_s < 3
 
 
 def test_without_its_rules_a_tool_that_is_found_breaks_the_prefix(preparer: Preparer) -> None:

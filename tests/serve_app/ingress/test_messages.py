@@ -1,6 +1,7 @@
 """Anthropic's messages over a real socket with the real client; the model's text is scripted."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message
 
+from serve_app.api.agent_rules import by_rules
+from serve_app.api.request import ChatRequest
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import GenerationFailed, Overloaded, RequestTooLarge
+from serve_app.ingress import completions
 from serve_app.tenants import make_api_key
 from tests.serve_app.ingress.scripted import Script, scripted
 from tests.serve_app.tool_templates.families import WEATHER, call_text, family
@@ -187,6 +191,23 @@ def test_the_answer_names_the_rules_for_its_prompt(hermes: tuple[str, Script], s
         assert answer.status_code == 200
         assert answer.headers.get("x-warmpath-prompt-rules") == rules
     assert script.prompt().index("Be kind.") < script.prompt().index("Hi") < script.prompt().index("Git snapshot")
+
+
+def test_the_rules_look_at_a_long_prompt_outside_the_loop(
+    hermes: tuple[str, Script], script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And at a short one in it, where a thread would cost more."""
+    threads: list[str] = []
+
+    def seen(request: ChatRequest, *, follow: bool) -> ChatRequest:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return by_rules(request, follow=follow)
+
+    monkeypatch.setattr(completions, "by_rules", seen)
+    for chars in (100_000, 10):
+        body = {"model": "demo", "max_tokens": 5, "system": "a" * chars, "messages": HI}
+        assert httpx.post(f"{hermes[0]}/v1/messages/count_tokens", json=body, timeout=60).status_code == 200
+    assert threads[0] == "prepare" and threads[1] != "prepare"
 
 
 def test_advice_is_told_once_a_session(demo_model_path: Path, tmp_path: Path) -> None:
