@@ -89,9 +89,9 @@ class RouteGuard:
 
     def sees_all(self, request: Request) -> bool:
         """Return whether the caller may see every tenant: it has an operator key, or the deployment is open."""
-        if self.tenants.is_operator(credentials(request)):
+        if self.tenants.open and not self.tenants.has_operators:
             return True
-        return self.tenants.open and not self.tenants.has_operators
+        return self.tenants.is_operator(credentials(request))
 
     def viewer(self, request: Request) -> str | None:
         """Return the tenant that the caller may see, None for all, as of now. Raises AuthenticationFailed."""

@@ -30,6 +30,7 @@ ADVICE = "x-warmpath-advice"
 """The header that names, once a session, what would have kept its prefix."""
 MIN_BODY_BYTES_PER_S = 65_536
 """A body may take ``BODY_TIMEOUT_S``, plus the time that its received bytes need at this rate."""
+_MOST_DIGITS = 32
 
 
 def request_id_of(request: Request) -> str:
@@ -103,7 +104,8 @@ async def body_parts(
 
 def _announced(request: Request) -> int:
     announced = request.headers.get("content-length", "")
-    return int(announced) if announced.isdecimal() else 0
+    # Python converts no more than 4,300 digits.
+    return int(announced[:_MOST_DIGITS]) if announced.isdecimal() else 0
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

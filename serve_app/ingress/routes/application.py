@@ -90,7 +90,7 @@ def make_application(services: Services) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # Starlette would redirect to any host that the client names
-        exception_handlers={HTTPException: _no_such_route},
+        exception_handlers={HTTPException: _no_such_route, WarmpathError: _refused_there},
     )
     if services.records.tracer is not None:
         application.add_middleware(TraceRequests, tracer=services.records.tracer)
@@ -179,6 +179,12 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
         shown = NotFound(f"There is no {path[:200]} here; {_advice(path)}")
     api = ANTHROPIC if speaks_anthropic(request) else _api_of(path)
     return api.refusal(shown, request)
+
+
+async def _refused_there(request: Request, error: Exception) -> Response:
+    """Answer an error of a route without a guard."""
+    assert isinstance(error, WarmpathError)
+    return (ANTHROPIC if speaks_anthropic(request) else _api_of(_path(request))).refusal(error, request)
 
 
 def _path(request: Request) -> str:

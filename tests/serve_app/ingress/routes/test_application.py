@@ -24,6 +24,7 @@ from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import AdapterSpec
+from serve_app.errors import InvalidRequest
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
@@ -348,6 +349,33 @@ def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> No
         assert get("/health", services).json() == well
         told = get("/health", services, key=OPERATOR)
         assert (told.status_code, told.json()) == (200, well | {"refused_user_config": why} if why else well)
+
+
+@pytest.mark.parametrize("config", [CLOSED, AppConfig(model="demo")], ids=["tenants", "open"])
+def test_health_is_told_to_anybody_whatever_the_keys(config: AppConfig) -> None:
+    """Two keys that differ are no operator's, even if one of them is; a probe behind a proxy may carry any."""
+    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={})
+    services = services_of(config, core=core, connecting=SimpleNamespace(done=lambda: True))
+    services.refused_settings = "policy must be one of lmetric"
+    shown = get("/health", services)
+    for authorization in (f"Bearer {OPERATOR}", "Bearer a", "Basic YTpi", "b"):
+        for key in ("other", ""):
+            headers = {"authorization": authorization, "x-api-key": key}
+            for path in ("/health", "/ping", "/version", "/", "/openapi.json", "/docs"):
+                alone = get(path, services)
+                assert get(path, services, headers=headers).status_code == alone.status_code
+            assert get("/health", services, headers=headers).json() == shown.json()
+
+
+def test_an_error_of_a_route_without_a_guard_has_the_apis_shape() -> None:
+    application = make_application(services_of(AppConfig()))
+
+    @application.get("/v1/messages/unguarded")
+    async def unguarded() -> None:
+        raise InvalidRequest("Send something else.")
+
+    refused = ask(application, "/v1/messages/unguarded")
+    assert (refused.status_code, refused.json()["type"]) == (400, "error")
 
 
 def test_health_tells_operators_of_replicas_and_ingresses_with_other_messages() -> None:
