@@ -112,9 +112,9 @@ def _add_docs(application: FastAPI, services: Services) -> None:
         """Return whether the caller has a key."""
         try:
             services.access.guard.viewer(request)
+            return bool(credentials(request))
         except WarmpathError:
             return False
-        return bool(credentials(request))
 
     @application.get(OPENAPI_PATH, include_in_schema=False)
     async def schema(request: Request) -> Response:
