@@ -14,7 +14,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from router.background import run_in_background
+from router.background import run_in_background, run_until_done
 from router.serve.core_registry import core_for, decisions_for
 from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
@@ -358,7 +358,7 @@ async def _make_model(
             core,
             broadcast,
             common.receiver,
-            run_in_background(
+            run_until_done(
                 partial(broadcast.connect, adapters, prompt_admin.learn, from_zero=not config.first_replicas)
             ),
             SessionList(broadcast.replicas),

@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from router.background import FAILING, LOOPS
 from router.core import RoutingCore
 from router.protocol.autoscaling import IngressFigures
 from router.protocol.samples import Sample
@@ -274,7 +275,8 @@ class Services:
 
     def samples(self) -> list[Sample]:
         """Return the samples of this ingress and its routers; of several models, each with the model's name."""
-        return self.own_samples() if self.several is None else self.several.samples()
+        samples = self.own_samples() if self.several is None else self.several.samples()
+        return [*samples, *LOOPS.samples()]
 
     def own_samples(self) -> list[Sample]:
         """Return the samples of this model alone."""
@@ -292,6 +294,16 @@ class Services:
         """Return the replicas and ingresses whose messages this release does not read, and their versions."""
         known = {name: version for each in self.all for name, version in each.fleet.core.other_versions.items()}
         return known | self._everywhere.other_versions()
+
+    def failing(self) -> dict[str, str]:
+        """Return the loops of this ingress and of the replicas that failed lately: a name, and what is known of it."""
+        found = LOOPS.failing()
+        for services in self.all:
+            for replica_id, report in services.fleet.core.stats().items():
+                for name, labels, value in report.samples:
+                    if value and name == FAILING:
+                        found[f"{replica_id}: {labels[0][1]}"] = "see the replica's log"
+        return found
 
     async def all_samples(self) -> list[Sample]:
         """Return the samples of every ingress and every replica."""

@@ -20,7 +20,7 @@ import ray
 from msgspec import structs
 from ray import serve
 
-from router.background import run_in_background
+from router.background import LOOPS, run_in_background
 from router.feed import FeedPublisher
 from router.policies import is_outdated
 from router.protocol.autoscaling import SEATS
@@ -294,7 +294,14 @@ class Replica:
             ("warmpath_feed_mirror_drift_total", (), float(self._feed.mirror_drifts)),
         )
         return StatsReport(
-            (*self._engine.stats().samples, *pulls, *self._moves.samples(), *self._gate.samples(), *beside)
+            (
+                *self._engine.stats().samples,
+                *pulls,
+                *self._moves.samples(),
+                *self._gate.samples(),
+                *beside,
+                *LOOPS.samples(),
+            )
         )
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:

@@ -99,6 +99,10 @@ CASES = {
         {'warmpath_directory_drift_total{replica="a",kind="missing"}': ("0+1x120", "0x30 1x30 2x60")},
         (("kind", "missing"),),
     ),
+    "WarmpathBackgroundFailing": Case(
+        {'warmpath_background_failures_total{ingress="a",loop="Worker.run"}': increasing(1, 0)},
+        (("loop", "Worker.run"),),
+    ),
     "WarmpathSettingsRefused": Case({"warmpath_refused_configurations_total": ("0+1x120", "5x120")}),
 }
 

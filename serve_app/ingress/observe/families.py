@@ -83,6 +83,11 @@ warmpath_dropped_events_total: ingress
     Events dropped for watchers that read too slowly; each got a new snapshot instead.
 warmpath_refused_configurations_total: ingress replica
     Invalid live settings (user_config), which changed nothing; the log and /v1/cache/state report the reason.
+warmpath_background_failures_total: ingress replica loop
+    Failures of work that lives as long as its process (feeds, batches, sweepers, writers). It was begun anew each time;
+    the log has the error. loop: its function.
+warmpath_background_failing: ingress replica loop
+    1 for a minute after such a failure, as in /health (docs: api), else 0.
 
 # Replicas: requests and speed
 Counted by each replica; `engine` is `torch`, `vllm` or `simulated`.
@@ -396,6 +401,7 @@ LABELS = {
     "endpoint": "the route's name: `chat`, `completions`, `models`, `metrics`, ...",
     "status": "an HTTP status; 499: the client left",
     "after_first_token": "`true` or `false`",
+    "loop": "the function of such work in the code",
     "finished_reason": "`stop`, `length`, `cancelled`, `timeout`, `error`",
     "result": "`right` or `wrong`",
     "pid": "a process id",

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from pydantic import Field
 
-from router.background import run_in_background
+from router.background import run_until_done
 from router.core import RoutingCore
 from router.policies import POLICIES
 from router.protocol.samples import Sample
@@ -264,7 +264,7 @@ class FinalSessions:
             return
         if last.tenant not in self._names:
             self._names[last.tenant] = {}
-            self._tasks[last.tenant] = run_in_background(partial(self._run, last.tenant))
+            self._tasks[last.tenant] = run_until_done(partial(self._run, last.tenant))
         names = self._names[last.tenant]
         if len(names) < MOST_FINAL:  # beyond, sessions end as those of other clients do
             names[last.session] = None

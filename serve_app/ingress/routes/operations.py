@@ -107,7 +107,8 @@ async def health(request: Request, services: Front) -> Response:
     """200 once the router has known every replica's cache, so that requests can be answered; of any model.
 
     For operators it also reports each of several models, why a ``user_config`` is not in force, and replicas and
-    ingresses of a release whose messages this one does not read (`other_versions`, by name).
+    ingresses of a release whose messages this one does not read (`other_versions`, by name), and work in the background
+    that failed within the last minute and was begun anew (`failing`: by its name, the kind of its last error).
     """
     ready, stopping = any(each.ready() for each in services.all), services.access.drain.stopping
     status = "stopping" if stopping else "ok" if ready else "starting"
@@ -122,6 +123,8 @@ async def health(request: Request, services: Front) -> Response:
             body["refused_user_config"] = services.refused_settings
         if others := services.other_versions():
             body["other_versions"] = others
+        if failing := services.failing():
+            body["failing"] = failing
     return json_response(body, 200 if ready and not stopping else 503)
 
 

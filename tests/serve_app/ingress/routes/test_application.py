@@ -17,6 +17,8 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from router import __version__
+from router.background import BackgroundLoops
+from router.protocol.events import StatsReport
 from router.protocol.samples import Sample
 from serve_app.api.openai.response import model_body
 from serve_app.budgets import Budgets
@@ -232,7 +234,7 @@ def test_no_route_answers_for_another_host(method: str, path: str) -> None:
 
 def test_health_is_told_to_probes_by_address_and_without_a_host() -> None:
     """As Kubernetes asks (the pod's address), a machine's own script, and HAProxy in HTTP/1.0."""
-    ready = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={})
+    ready = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={}, stats=dict)
     services = services_of(AppConfig(allowed_hosts=[]), core=ready, connecting=SimpleNamespace(done=lambda: True))
     for host in ("10.1.2.3:8000", "localhost:8000", "127.0.0.1", "[::1]:8000"):
         assert get("/health", services, headers={"host": host}).status_code == 200
@@ -337,7 +339,7 @@ def test_vllms_names_are_served_where_they_are_asked_for(monkeypatch: pytest.Mon
 
 def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> None:
     """It stays green, because the earlier settings apply. Only operators see the refusal. (docs: cluster)"""
-    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"], other_versions={})
+    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"], other_versions={}, stats=dict)
     services = services_of(CLOSED, core=core, connecting=SimpleNamespace(done=bool))
     for done, knows, status in ((False, True, 503), (True, False, 503), (True, True, 200), (True, False, 200)):
         services.fleet.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
@@ -380,9 +382,31 @@ def test_an_error_of_a_route_without_a_guard_has_the_apis_shape() -> None:
 
 def test_health_tells_operators_of_replicas_and_ingresses_with_other_messages() -> None:
     """During an upgrade they are not called; that alone is no ill health. (docs: upgrade)"""
-    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={"old": 0})
+    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={"old": 0}, stats=dict)
     broadcast = MagicMock(other_versions=lambda: {"front": 2})
     services = services_of(CLOSED, core=core, broadcast=broadcast, connecting=SimpleNamespace(done=lambda: True))
     assert get("/health", services).json() == {"status": "ok", "replicas": 1}
     told = get("/health", services, key=OPERATOR)
     assert (told.status_code, told.json()["other_versions"]) == (200, {"old": 0, "front": 2})
+
+
+def test_health_tells_operators_of_loops_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here and in replicas, until they ran well for a while; clients see none of it. (docs: monitoring)"""
+    loops = BackgroundLoops()
+    for name in ("Feed.read", "Worker.run"):
+        loops.begin(name)
+    report = StatsReport(tuple(loops.samples()))
+    core = SimpleNamespace(
+        knows_every_cache=True, replica_ids=["a"], other_versions={}, stats=lambda: {"a": report, "b": late}
+    )
+    monkeypatch.setattr("serve_app.ingress.services.LOOPS", BackgroundLoops())
+    late = report
+    services = services_of(CLOSED, core=core, connecting=SimpleNamespace(done=lambda: True))
+    assert "failing" not in get("/health", services, key=OPERATOR).json()
+    loops.failed("Feed.read", "KeyError")
+    late = StatsReport(tuple(loops.samples()))
+    told = get("/health", services, key=OPERATOR)
+    assert (told.status_code, told.json()["failing"]) == (200, {"b: Feed.read": "see the replica's log"})
+    assert "failing" not in get("/health", services).json()
+    monkeypatch.setattr("serve_app.ingress.services.LOOPS", loops)
+    assert get("/health", services, key=OPERATOR).json()["failing"]["Feed.read"] == "KeyError"
