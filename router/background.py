@@ -23,7 +23,7 @@ RECOVERY_S = 60.0
 
 FAILURES, FAILING = "warmpath_background_failures_total", "warmpath_background_failing"
 
-Work = Callable[[], Coroutine[Any, Any, None]]
+Looping = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class BackgroundLoops:
             yield FAILURES, (("loop", name),), float(failures)
             yield FAILING, (("loop", name),), float(name in failing)
 
-    async def keep_running(self, work: Work, pause_s: float | None = None, *, ends: bool = False) -> None:
+    async def keep_running(self, work: Looping, pause_s: float | None = None, *, ends: bool = False) -> None:
         """Run ``work`` until this task is cancelled, again after every failure. ``ends``: or until it returns."""
         name = name_of(work)
         self.begin(name)
@@ -96,12 +96,12 @@ LOOPS = BackgroundLoops()
 """Those of this process."""
 
 
-def run_in_background(work: Work) -> asyncio.Task[None]:
+def run_in_background(work: Looping) -> asyncio.Task[None]:
     """Start a loop that lives as long as its owner; keep the task, and cancel it at the end."""
     return asyncio.get_running_loop().create_task(LOOPS.keep_running(work))
 
 
-def run_until_done(work: Work) -> asyncio.Task[None]:
+def run_until_done(work: Looping) -> asyncio.Task[None]:
     """Start work that is begun anew after every error, until it returns; keep the task."""
     return asyncio.get_running_loop().create_task(LOOPS.keep_running(work, ends=True))
 

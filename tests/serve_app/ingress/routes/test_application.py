@@ -356,7 +356,7 @@ def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> No
 @pytest.mark.parametrize("config", [CLOSED, AppConfig(model="demo")], ids=["tenants", "open"])
 def test_health_is_told_to_anybody_whatever_the_keys(config: AppConfig) -> None:
     """Two keys that differ are no operator's, even if one of them is; a probe behind a proxy may carry any."""
-    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={})
+    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={}, stats=dict)
     services = services_of(config, core=core, connecting=SimpleNamespace(done=lambda: True))
     services.refused_settings = "policy must be one of lmetric"
     shown = get("/health", services)
