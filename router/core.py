@@ -71,8 +71,8 @@ class RoutingCore:
 
     @property
     def all_out(self) -> bool:
-        """Whether there are replicas, and each one says that it cannot take any request."""
-        return bool(self._known.out) and len(self._known.out) == len(self.loads.replica_ids)
+        """Whether there are replicas, and each one that is not away says that it cannot take any request."""
+        return bool(self._known.out) and not self.replica_ids
 
     @property
     def knows_every_cache(self) -> bool:

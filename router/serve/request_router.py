@@ -13,8 +13,9 @@ from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from math import inf
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,61 +34,92 @@ from router.settings import RouterSettings
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    order: float
+    arrival_s: float
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    over: bool = False
+
+
 class WaitQueue:
     """A queue for one event loop. ``pause`` waits for the next attempt, given the number of attempts so far.
 
-    ``waited`` gets the seconds of each wait that ended with a result.
+    ``waited`` gets the seconds of each wait that ended with a result. ``over_s``: requests that came by then wait no
+    longer, in any place of the queue; ``clock`` tells when they came.
     """
 
     def __init__(
-        self, pause: Callable[[int], Awaitable[None]], waited: Callable[[float], None] = lambda _: None
+        self,
+        pause: Callable[[int], Awaitable[None]],
+        waited: Callable[[float], None] = lambda _: None,
+        over_s: Callable[[], float] = lambda: -inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pause = pause
         self._waited = waited
-        self._lines: OrderedDict[str, deque[tuple[float, asyncio.Event]]] = OrderedDict()
-        self._asking: tuple[float, asyncio.Event] | None = None
+        self._over_s = over_s
+        self._clock = clock
+        self._lines: OrderedDict[str, deque[_Waiter]] = OrderedDict()
+        self._by_arrival: dict[_Waiter, None] = {}
+        self._asking: _Waiter | None = None
 
     async def take(self, choose: Callable[[], T | None], tenant: str = "", order: int = 0, *, ahead: bool = False) -> T:
         """Return the result of ``choose`` once it is not None. ``ahead``: before all others, for a retry.
 
-        A tenant's requests are sorted by ``order``, lowest first, then by arrival.
+        A tenant's requests are sorted by ``order``, lowest first, then by arrival. Raises NoReplicaLeft once its wait
+        is over.
         """
         if not self._lines or ahead:
             found = choose()
             if found is not None:
                 return found
-        woken, began_s = asyncio.Event(), time.monotonic()
-        place: tuple[float, asyncio.Event] = (-inf if ahead else order, woken)
+        place = _Waiter(-inf if ahead else order, self._clock())
         line = self._lines.setdefault(tenant, deque())
         if ahead:
             line.appendleft(place)
             self._lines.move_to_end(tenant, last=False)
         else:
-            insort(line, place, key=itemgetter(0))
+            insort(line, place, key=attrgetter("order"))
+        self._by_arrival[place] = None
         self._asking = self._first()
         try:
             attempt = 0
             while True:
-                while self._asking is not place:
-                    await woken.wait()
-                    woken.clear()
-                found = choose()
-                if found is not None:
-                    self._lines.move_to_end(tenant)
-                    self._waited(time.monotonic() - began_s)
-                    return found
+                while self._asking is not place and not place.over:
+                    await place.woken.wait()
+                    place.woken.clear()
+                if self._asking is place:
+                    found = choose()
+                    if found is not None:
+                        self._lines.move_to_end(tenant)
+                        self._waited(self._clock() - place.arrival_s)
+                        return found
+                    self._end_waits()
+                if place.over:
+                    raise NoReplicaLeft("no replica came in time")
                 await self._pause(attempt)
                 attempt += 1
         finally:
             line.remove(place)
+            del self._by_arrival[place]
             if not line:
                 del self._lines[tenant]
             if self._asking is place:
                 self._asking = self._first()
                 if self._asking is not None:
-                    self._asking[1].set()
+                    self._asking.woken.set()
 
-    def _first(self) -> tuple[float, asyncio.Event] | None:
+    def _end_waits(self) -> None:
+        """End the waits that are over. Only one request asks, but each one has its own time."""
+        over_s = self._over_s()
+        for place in self._by_arrival:
+            if place.arrival_s > over_s:
+                return
+            place.over = True
+            place.woken.set()
+
+    def _first(self) -> _Waiter | None:
         return next(iter(self._lines.values()))[0] if self._lines else None
 
 
@@ -100,6 +132,9 @@ FEED_METADATA = "feed"
 AWAY_S = 10.0
 """The time for which a replica that left the set is remembered. A replica that applies new settings leaves the set
 temporarily but keeps its cache. A replica that leaves for good can supply KV until it stops."""
+
+LOOK_S = 0.1
+"""The interval between looks for the end of a wait while there is no replica."""
 
 
 def deployment_key(app_name: str, deployment_name: str) -> str:
@@ -120,9 +155,11 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._by_name: dict[str, RunningReplica] = {}  # replaced, never changed: other threads read it
         self._away: dict[str, RunningReplica] = {}
         self._among_peers = _runs_in(self._deployment_id.app_name, self._deployment_id.name)
-        self._wait_queue = WaitQueue(self._pause, self._core.counters.wait_s.observe)
-        self._empty_since_s = time.monotonic()
-        self._out_since_s = inf
+        self._clock: Callable[[], float] = time.monotonic
+        self._wait_queue = WaitQueue(
+            self._pause, self._core.counters.wait_s.observe, self._over_s, lambda: self._clock()
+        )
+        self._none_since_s = inf
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Follow the feeds of new replicas, and forget replicas that leave and do not return within ``AWAY_S``.
@@ -159,13 +196,17 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Decide for this request in its own coroutine, because Serve's queue may swap two. Raises NoReplicaLeft."""
+        """Decide for this request in its own coroutine, because Serve's queue may swap two. Raises NoReplicaLeft.
+
+        A call of one replica by name needs no place, so it does not wait behind those that do.
+        """
         route = await self._route_of(pending_request)
         if is_retry:
             self._undo(route)
         tenant, order = ("", 0) if route is None else (route.tenant, route.order)
+        ahead = is_retry or pending_request.kwargs.get("target") is not None
         return await self._wait_queue.take(
-            lambda: self._choose(pending_request, route, is_retry), tenant, order, ahead=is_retry
+            lambda: self._choose(pending_request, route, is_retry), tenant, order, ahead=ahead
         )
 
     async def choose_replicas(
@@ -182,19 +223,17 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     def _choose(
         self, pending_request: PendingRequest, route: RoutedRequest | None, is_retry: bool
     ) -> RunningReplica | None:
-        """Return the replica for a request, or None while all are full or away.
+        """Return the replica for a request, or None while all are full or there is none that can take it.
 
         The first attempt of a call with a ``target`` also reaches an away replica. If the target is gone, the call goes
-        to any replica, which refuses it. Raises NoReplicaLeft, and CancelledError if the caller has left.
+        to any replica, which refuses it. Raises CancelledError if the caller has left.
         """
-        target, now_s = pending_request.kwargs.get("target"), time.monotonic()
-        out = self._by_name and target is None and self._core.all_out
-        self._out_since_s = min(self._out_since_s, now_s) if out else inf
-        if out or not self._by_name:
-            wait_s = self._core.settings.no_replica_wait_s
-            if now_s - (self._out_since_s if out else self._empty_since_s) >= wait_s:
-                raise NoReplicaLeft(f"there has been no replica for {wait_s:g} s")
+        target = pending_request.kwargs.get("target")
+        if not self._by_name or (target is None and self._core.all_out):
+            self._none_since_s = min(self._none_since_s, self._clock())
             return None
+        if target is None:
+            self._none_since_s = inf
         try:
             if target is not None:
                 away = None if is_retry else self._away.get(target)
@@ -217,6 +256,15 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             self._fault("choosing a replica")
             return min(self._replicas.values(), key=self._queue_length, default=None)
 
+    def _over_s(self) -> float:
+        """Return the time of arrival of the requests that have waited for a replica as long as they may.
+
+        A wait counts from the request's own arrival, however long there was no replica before; and while all were full,
+        there was one.
+        """
+        over_s = self._clock() - self._core.settings.no_replica_wait_s
+        return over_s if self._none_since_s <= over_s else -inf
+
     def _decided(self, route: RoutedRequest, decision: Decision) -> None:
         """Handle a decision that a request follows. A hook for routers without reservation numbers in replicas."""
 
@@ -227,7 +275,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             return
         self._replicas_updated_event.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(0.1):  # wait_for would swallow a simultaneous cancellation
+            async with asyncio.timeout(LOOK_S):  # wait_for would swallow a simultaneous cancellation
                 await self._replicas_updated_event.wait()
 
     def _understood(self, replicas: list[RunningReplica]) -> list[RunningReplica]:
@@ -247,8 +295,6 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._core.apply(replica_id, events)
 
     def _know(self, by_name: dict[str, RunningReplica]) -> None:
-        if self._by_name and not by_name:
-            self._empty_since_s = time.monotonic()
         self._by_name = by_name
         self._running.heard(by_name)
 

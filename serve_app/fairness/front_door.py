@@ -25,6 +25,9 @@ _FIRST_GUESS = 0.25
 """Uncached tokens per byte of body, for a new tenant."""
 _WEIGHT = 0.2
 """The weight of the newest request in a tenant's average."""
+ASKED_S = 5.0
+"""For this long a request asks for a first replica, even if it was refused meanwhile, or answered elsewhere: figures
+for the autoscaler leave once a second."""
 START_AGAIN_S = 10.0
 """When to send a request again that could not wait for a model's first replica."""
 
@@ -50,6 +53,8 @@ class FrontDoor:
         self._clock = clock
         self._others_s = -inf
         """When a request that cannot wait came last."""
+        self._asked_s = -inf
+        """When a request that needs a replica came last."""
         self._limits = limits or TenantLimits()
         self.max_waiting = max_waiting
         self.max_bytes = max_bytes
@@ -106,6 +111,11 @@ class FrontDoor:
         """Return the waiting requests and running generations of a tenant, None: of all."""
         return self._requests.held(tenant) + self._line.running(tenant)
 
+    def asking(self) -> int:
+        """Return the number of requests for a first replica: at least 1 for a while after one has come."""
+        here = self.waiting().total() + self._line.running(None)
+        return here or int(self._clock() - self._asked_s < ASKED_S)
+
     def arrive(self, tenant: str) -> Arrival:
         """Register a new request. Raises RateLimited if too many of its tenant's requests wait or have arrived."""
         self._shares.touch(tenant)
@@ -150,6 +160,7 @@ class Arrival:
         self.allowance = allowance
         self._handed_over = False
         self._door = door
+        self._instead_of: FrontDoor | None = None
         self._tenant = tenant
         self._waits = True
         self._place: Place | None = None
@@ -168,8 +179,11 @@ class Arrival:
         self._door._bytes.take(self._tenant, size_bytes)
         self.body_bytes += size_bytes
 
-    def move(self, door: FrontDoor) -> None:
-        """Wait at another door from now on. Raises the errors of ``FrontDoor.arrive``, and stays here then."""
+    def move(self, door: FrontDoor, instead_of: FrontDoor | None = None) -> None:
+        """Wait at another door from now on. Raises the errors of ``FrontDoor.arrive``, and stays here then.
+
+        ``instead_of``: that of a model that is to start for this request, though another one answers it.
+        """
         door._shares.touch(self._tenant)
         door._check(door._requests, self._tenant, 1)
         door._check(door._bytes, self._tenant, self.body_bytes)
@@ -177,7 +191,7 @@ class Arrival:
             budget.give_back(self._tenant, amount)
         door._requests.take(self._tenant, 1)
         door._bytes.take(self._tenant, self.body_bytes)
-        self._door = door
+        self._door, self._instead_of = door, instead_of
 
     async def turn(self, choices: int, order: int = 0, *, flex: bool = False) -> None:
         """Wait for a place for ``choices`` generations, or for the tenant's whole share if that is less.
@@ -201,6 +215,9 @@ class Arrival:
         place, self._place = self._place, None
         self._handed_over = True
         assert place is not None, "a turn grants a place"
+        for door in (self._door, self._instead_of):  # no limit refuses the request from here on
+            if door is not None:
+                door._asked_s = door._clock()
         self.release()
         return place
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from msgspec import structs
 from starlette.requests import Request
@@ -58,7 +58,10 @@ class Chosen(NamedTuple):
     note: str = ""
 
 
-Choose = Callable[[str, str | None, Tenant, Arrival], Chosen]
+Needs = Literal["replica", "replica later", "tokenizer"]
+"""What of a model a request needs."""
+
+Choose = Callable[[str, str | None, Tenant, Arrival, Needs], Chosen]
 """Returns the answerer of a tenant's request for a model, or for an adapter of it; its arrival waits there then.
 
 Raises a ``WarmpathError``.
@@ -93,7 +96,9 @@ class Completions:
         """Return a whole or started answer. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
         arrived = arrived_s(request.scope)
         with self.arrive(tenant) as arrival:
-            chosen, wanted, note = await self._wanted(request, tenant, arrival, parse, answer_format)
+            # Only a batch's lines say whether they wait for all others.
+            needs: Needs = "replica later" if hasattr(request.state, "waits_for_all") else "replica"
+            chosen, wanted, note = await self._wanted(request, tenant, arrival, parse, answer_format, needs)
             request.state.counts = chosen
             return await chosen._answer(request, tenant, arrival, arrived, wanted, answer_format, note)
 
@@ -160,7 +165,7 @@ class Completions:
     ) -> tuple[TokenArray, GenerateRequest, Preparer]:
         """Return the tokens of a request's prompt, the request, and who made it. Raises a ``WarmpathError``."""
         with self.arrive(tenant) as arrival:
-            chosen, wanted, _ = await self._wanted(request, tenant, arrival, parse, form)
+            chosen, wanted, _ = await self._wanted(request, tenant, arrival, parse, form, "tokenizer")
             return await chosen.preparer.token_ids(wanted, tenant), wanted, chosen.preparer
 
     async def text_of(self, request: Request, tenant: Tenant, model: str) -> str:
@@ -168,7 +173,7 @@ class Completions:
         with self.arrive(tenant) as arrival:
             body = await read_body(request, self.config.max_body_bytes, arrival.grow)
             asked = parse_detokenize(body, model)
-            chosen, name, _ = self._chosen(asked.model, None, tenant, arrival)
+            chosen, name, _ = self._chosen(asked.model, None, tenant, arrival, "tokenizer")
             chosen.preparer.adapters.choose(name, None, tenant.name, tenant.models)
             tokenizer = chosen.tokenizer
             if max(asked.tokens, default=0) >= tokenizer.vocab_size:
@@ -182,14 +187,20 @@ class Completions:
         """Register a new request. Raises RateLimited."""
         return (self.entrance or self.front_door).arrive(tenant.name)
 
-    def _chosen(self, name: str, adapter: str | None, tenant: Tenant, arrival: Arrival) -> Chosen:
+    def _chosen(self, name: str, adapter: str | None, tenant: Tenant, arrival: Arrival, needs: Needs) -> Chosen:
         """Return who answers for a model or one of its other names. Raises a ``WarmpathError``."""
         if self.choose is not None:
-            return self.choose(name, adapter, tenant, arrival)
+            return self.choose(name, adapter, tenant, arrival, needs)
         return Chosen(self, self.config.aliases.get(name, name))
 
     async def _wanted(
-        self, request: Request, tenant: Tenant, arrival: Arrival, parse: Parse, form: AnswerFormat | None = None
+        self,
+        request: Request,
+        tenant: Tenant,
+        arrival: Arrival,
+        parse: Parse,
+        form: AnswerFormat | None,
+        needs: Needs,
     ) -> tuple[Completions, GenerateRequest, str]:
         """Read and parse a request's body; return who answers it, the request, a note. Raises a ``WarmpathError``."""
         body = await read_body(request, self.config.max_body_bytes, arrival.grow)
@@ -208,7 +219,7 @@ class Completions:
             return by_rules(wanted, follow=rules) if isinstance(wanted, ChatRequest) else wanted
 
         wanted = await read(parsed)
-        chosen, name, note = self._chosen(wanted.model, wanted.lora_name, tenant, arrival)
+        chosen, name, note = self._chosen(wanted.model, wanted.lora_name, tenant, arrival, needs)
         if name != wanted.model:
             wanted = replace(wanted, model=name)
         return chosen, chosen._noted(wanted), note

@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +22,7 @@ from serve_app.config.app import AppConfig
 from serve_app.errors import AuthenticationFailed, Overloaded, RateLimited
 from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.ingress.broadcast import Broadcast, is_starting, message_of
-from serve_app.ingress.completions import Chosen
+from serve_app.ingress.completions import Chosen, Needs
 from serve_app.ingress.observe.metrics import IngressMetrics, with_label
 from serve_app.tenants import Tenant
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 BODIES = 8
 """The number of bodies of maximum size that an ingress holds before admission, over all tenants."""
+
+FallbackCause = Literal["down", "full", "asleep"]
 
 SAID_S = 5.0
 """The lifetime of a message of Serve."""
@@ -153,27 +156,41 @@ class Models:
     def _first_of(self, tenant: Tenant | None) -> Services:
         return next((services for services in self.served.values() if _names(services, tenant)), self.first)
 
-    def choose(self, name: str, adapter: str | None, tenant: Tenant, arrival: Arrival) -> Chosen:
+    def choose(
+        self, name: str, adapter: str | None, tenant: Tenant, arrival: Arrival, needs: Needs = "replica"
+    ) -> Chosen:
         """Return who answers a tenant's request for a model, and let it wait there.
 
         A model with a ``fallback`` that has no replica, or whose queue is full, leaves its requests to that, if the
-        tenant may use it; those for an ``adapter`` stay. Raises ModelNotFound, RateLimited and Overloaded.
+        tenant may use it; those for an ``adapter`` stay. One that is asleep starts meanwhile. ``needs``: a replica now,
+        one that may first start (a batch's line), or a tokenizer. Raises ModelNotFound, RateLimited and Overloaded.
         """
         name = self.aliases.get(name, name)
         other = self._fallback(name, tenant) if adapter is None else None
-        if other is None:
+        own = self.served.get(name)
+        if other is None or (own is not None and needs == "tokenizer"):
             found = self._named(name, tenant)
             arrival.move(found.access.front_door)
             return Chosen(found.completions, name)
-        why: Literal["down", "full"] = "down"
-        if name in self.served and (found := self.served[name]).may_answer:
-            try:
-                arrival.move(found.access.front_door)
-            except (RateLimited, Overloaded):
-                why = "full"
-            else:
-                return Chosen(found.completions, name)
-        arrival.move(other.access.front_door)
+        if own is None or not own.may_answer:
+            return self._fall_back(name, other, arrival, "down")
+        sleeps = own.asleep and not other.asleep and needs == "replica"
+        if sleeps:
+            with suppress(RateLimited, Overloaded):
+                return self._fall_back(name, other, arrival, "asleep", starts=own)
+        try:
+            arrival.move(own.access.front_door)
+        except (RateLimited, Overloaded):
+            if sleeps:
+                raise
+            return self._fall_back(name, other, arrival, "full")
+        return Chosen(own.completions, name)
+
+    def _fall_back(
+        self, name: str, other: Services, arrival: Arrival, why: FallbackCause, starts: Services | None = None
+    ) -> Chosen:
+        """Let a model's request wait at its fallback. ``starts``: the model, if it is to start meanwhile."""
+        arrival.move(other.access.front_door, instead_of=None if starts is None else starts.access.front_door)
         self.metrics.add("warmpath_fallbacks_total", model=name, fallback=other.config.model_name, cause=why)
         return Chosen(other.completions, other.config.model_name, f"{name} is {why}: its fallback answers")
 

@@ -208,8 +208,7 @@ class Services:
 
     def ready(self) -> bool:
         """Return whether requests can be answered, by a replica that runs or one that starts for them."""
-        replicas = self.fleet.ready() or (self.config.first_replicas == 0 and not self.fleet.core.replica_ids)
-        return replicas and not self.access.tenants.refusal
+        return (self.fleet.ready() or self.asleep) and not self.access.tenants.refusal
 
     @property
     def deployment(self) -> tuple[str, str]:
@@ -220,6 +219,11 @@ class Services:
     def may_answer(self) -> bool:
         """Whether a replica can answer a request, now or once it has started for it."""
         return bool(self.fleet.core.replica_ids) or self.config.first_replicas == 0
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the model has no replica until a request comes."""
+        return self.config.first_replicas == 0 and not self.fleet.core.replica_ids
 
     def settings_refused(self, why: str) -> None:
         """Note why the newest settings are not in force, "" if they are."""
@@ -264,7 +268,7 @@ class Services:
         times, working_set_tokens = self.fleet.core.demand()
         door = self.access.front_door
         # Without a replica, those with a place wait too.
-        waiting = door.waiting().total() if self.fleet.core.replica_ids else door.load(None)
+        waiting = door.waiting().total() if self.fleet.core.replica_ids else door.asking()
         told = IngressFigures(
             waiting_requests=waiting,
             working_set_tokens=working_set_tokens,

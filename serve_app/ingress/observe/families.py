@@ -70,7 +70,8 @@ warmpath_request_retries_total: ingress after_first_token
 warmpath_refusals_total: ingress tenant place limit
     Requests refused with a `reason`: the place, and the setting that is the limit there (docs: api).
 warmpath_fallbacks_total: ingress model fallback cause
-    Requests for a model that its `fallback` answered, because it was down (no replica) or full.
+    Requests for a model that its `fallback` answered, because it was down (no replica), asleep (none until a
+    request comes) or full.
 warmpath_wait_seconds: ingress replica place (histogram)
     Time that requests waited for capacity, if they had to. place ingress: in its queue; router: while no replica took
     more, pause by pause; session: for space beside live sessions, at most `session_wait_s`. The wait in a replica's
@@ -421,7 +422,7 @@ LABELS = {
     "prompt": "NAME@VERSION of a registered prompt",
     "kind": "`save`, `public`, `prefix`",
     "policy": "a policy's name",
-    "cause": "`not_selected`, `evicted`, `unused`; of a fallback `down`, `full`",
+    "cause": "`not_selected`, `evicted`, `unused`; of a fallback `down`, `asleep`, `full`",
     "model": "on every series of one of several `models`, its name",
     "fallback": "a model's name",
 }

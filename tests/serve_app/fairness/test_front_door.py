@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from serve_app.errors import RateLimited
-from serve_app.fairness.front_door import BESIDE_PART, Arrival, FrontDoor
+from serve_app.fairness.front_door import ASKED_S, BESIDE_PART, Arrival, FrontDoor
 from serve_app.fairness.queue import YIELDING_ORDER
 from serve_app.fairness.shares import Shares
 
@@ -153,3 +153,34 @@ def test_costs_are_learned_by_tenant() -> None:
         door.learn("b", 4000, 1300)
     assert door.cost_tokens("a", 4000) < 20
     assert door.cost_tokens("b", 4000) > 1200
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("times", [0.0, 0.5, 0.99, 1.0, 2.0, 1000.0])
+async def test_who_needs_a_first_replica_is_told_while_it_waits_and_for_a_while_after(times: float) -> None:
+    """A request that no replica could answer in its time, or that another model answered, asks for one all the same.
+
+    One that a limit refuses asks for none: it would start a model that answers nobody.
+    """
+    now_s = 0.0
+    door, other = (
+        FrontDoor(Shares({}), places=lambda: 2, max_waiting=8, max_bytes=MIB, clock=lambda: now_s) for _ in range(2)
+    )
+    assert door.asking() == 0
+    with door.arrive("a") as refused:
+        await refused.turn(1)
+    assert door.asking() == 0
+    with door.arrive("a") as arrival:
+        await arrival.turn(1)
+        place = arrival.hand_over()
+    now_s += 1000.0 * ASKED_S
+    assert door.asking() == 1, "it waits for a replica"
+    place.give_back()
+    assert door.asking() == 0
+    with other.arrive("a") as elsewhere:
+        elsewhere.move(door)
+        elsewhere.move(other, instead_of=door)
+        await elsewhere.turn(1)
+        elsewhere.hand_over().give_back()
+    now_s += times * ASKED_S
+    assert [door.asking(), other.asking()] == [int(times < 1.0)] * 2

@@ -1,9 +1,10 @@
 """Several models at one address: who may use which, by every door, and what else is of one model alone."""
 
 import asyncio
+import json
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.config.app import AppConfig
 from serve_app.config.live import app_config
 from serve_app.ingress import models
+from serve_app.ingress.batches import BatchDesk
 from serve_app.ingress.services import Catalog
 from tests.serve_app.ingress.several import Checkpoint, Several
 
@@ -313,6 +315,92 @@ def test_a_fallback_without_replicas_takes_no_request(checkpoint: Checkpoint) ->
         assert (answer.status_code, several.asked) == (429, {})
         answer = await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"})
         assert answer.json()["model"] == "m0"
+
+    asyncio.run(ask())
+
+
+ZERO: dict[str, Any] = {"autoscaling": {"min_replicas": 0, "max_replicas": 1}}
+
+
+def waiting(several: Several, name: str) -> float:
+    """Return what the autoscaler learns of requests that wait for a model."""
+    services = several.models.served[name]
+    services.fleet.prefix = f"{name}:"
+    return several.models.first.autoscaling_stats()[f"{name}:waiting_requests"]
+
+
+@pytest.mark.parametrize("tenant", ["acme", "zeta"])
+def test_a_fallback_answers_while_a_model_is_asleep_which_starts_for_it(checkpoint: Checkpoint, tenant: str) -> None:
+    """The answer names who gave it, and says why. What is no client's request now stays: lines of batches, tokens.
+
+    docs: cluster
+    """
+    own = {**ZERO, "fallback": "m1", "max_queued_requests": 2}
+    config = config_of(
+        "m0",
+        "m1",
+        m0=own,
+        m1={"max_queued_requests": 1},
+        tenants=tenants(acme=None, zeta=["m0"]),
+        operator_key_sha256=[digest(OPERATOR)],
+    )
+
+    async def ask() -> None:
+        several, body = Several(checkpoint, config, {"m0": {"a0": ()}}), {**CHAT, "model": "m0"}
+        several.core("m0").update_replicas([])
+        assert waiting(several, "m0") == 0
+        for path, told in COUNTS.items():
+            assert (await several.ask(path, {**told, "model": "m0"}, key_of(tenant))).status_code == 200
+        assert waiting(several, "m0") == 0, "tokens are counted without a replica"
+        answer = await several.ask("/v1/chat/completions", body, key_of(tenant))
+        assert waiting(several, "m0") == 1
+        if tenant == "zeta":
+            assert (answer.json()["model"], several.asked) == ("m0", {"m0": 1})
+            return
+        assert (answer.status_code, answer.json()["model"]) == (200, "m1")
+        assert answer.headers["x-warmpath-warning"] == "m0 is asleep: its fallback answers"
+        streamed = await several.ask("/v1/chat/completions", {**body, "stream": True}, key_of(tenant))
+        assert '"model":"m1"' in streamed.text and "asleep" in streamed.headers["x-warmpath-warning"]
+        counted = {labels: value for name, labels, value in several.models.metrics.samples() if "fallbacks" in name}
+        assert counted == {(("cause", "asleep"), ("fallback", "m1"), ("model", "m0")): 2.0}
+        for more in ({"model": "a0"}, {"lora_name": "a0"}):
+            assert (await several.ask("/v1/chat/completions", {**body, **more}, key_of(tenant))).json()["model"] == "a0"
+        with several.models.served["m1"].access.front_door.arrive(tenant):
+            full = await several.ask("/v1/chat/completions", body, key_of(tenant))
+        assert full.json()["model"] == "m0", "it waits for the model, as without a fallback"
+        several.core("m0").update_replicas(["r"])
+        awake = await several.ask("/v1/chat/completions", body, key_of(tenant))
+        assert awake.json()["model"] == "m0" and "x-warmpath-warning" not in awake.headers
+
+    asyncio.run(ask())
+
+
+def test_of_two_that_are_asleep_the_one_that_was_asked_starts(checkpoint: Checkpoint) -> None:
+    config = config_of("m0", "m1", m0={**ZERO, "fallback": "m1"}, m1=ZERO)
+
+    async def ask() -> None:
+        several = Several(checkpoint, config)
+        for name in ("m0", "m1"):
+            several.core(name).update_replicas([])
+        assert (await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"})).json()["model"] == "m0"
+        assert (waiting(several, "m0"), waiting(several, "m1")) == (1, 0)
+
+    asyncio.run(ask())
+
+
+def test_a_batchs_line_waits_for_a_model_that_is_asleep(checkpoint: Checkpoint) -> None:
+    """It has a day; answers of two models in one file would be a surprise."""
+    config = config_of("m0", "m1", m0={**ZERO, "fallback": "m1"})
+
+    async def ask() -> None:
+        several = Several(checkpoint, config)
+        several.core("m0").update_replicas([])
+        known = several.models.first.access.tenants.by_name
+        desk = BatchDesk(cast(Any, None), "ingress", lambda: known)
+        desk.application = several.application
+        body = json.dumps({**CHAT, "model": "m0"}).encode()
+        said = [await desk._ask("default", "/v1/chat/completions", body, "r", waits) for waits in (True, False)]
+        assert [json.loads(one.body)["model"] for one in said] == ["m0", "m0"]
 
     asyncio.run(ask())
 
