@@ -7,7 +7,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 PYTHON_GPU ?= $(if $(wildcard $(VLLM_BIN)/python),$(VLLM_BIN),$(BIN))/python
 
-.PHONY: serve test test-long lint venv figures docs clean help venv-vllm test-vllm test-vllm-long test-vllm-source test-ray-llm test-gpu test-schemas test-templates test-clients test-peer agentx
+.PHONY: serve test test-long lint venv figures docs clean help venv-vllm test-vllm test-vllm-long test-vllm-source test-ray-llm test-gpu test-schemas test-templates test-clients test-conformance test-peer agentx
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -90,6 +90,9 @@ test-templates: $(STAMP)  ## run the laws of conversations over real chat templa
 test-clients: $(STAMP)  ## run client packages' loops of tool calls, with packages of 1.5 GB in uv's cache (minutes)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check uv==0.13.9
 	OMP_NUM_THREADS=1 WARMPATH_UV=$(BIN)/uv $(BIN)/python -m pytest -m clients tests/clients/test_frameworks.py -rs $(ARGS)
+
+test-conformance: $(STAMP)  ## run llm-comply's checks of the three APIs against this server (a minute)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/conformance/test_llm_comply.py -s -rs $(ARGS)
 
 test-peer: $(VLLM_STAMP)  ## run vLLM's own server tests against this server, from its source package of 47 MB (20 minutes)
 	$(VLLM_BIN)/python -m tests.peer.run $(ARGS)

@@ -24,6 +24,12 @@ _UNSAID = frozenset(
     }
 )  # fmt: skip
 """Fields that say nothing to a model."""
+_READ = {
+    "search_result": frozenset({"type", "title", "source", "content"}),
+    "document": frozenset({"type", "title", "context", "source"}),
+}
+"""The fields that are read of types with a text of their own."""
+_SAYS_NOTHING: tuple[Any, ...] = (None, [], {"enabled": False})
 _SEALED = "encrypted_"
 """The start of the names of fields that only the server that wrote them can read."""
 _encode = msgspec.json.Encoder(order="sorted").encode
@@ -40,6 +46,9 @@ def as_text(block: Mapping[str, Any], path: str, where: str, kinds: Kinds, ignor
         raise InvalidRequest(f"{path} has the type {str(kind)[:64]!r}, which is not read here; send text.", param=path)
     if too_deep(block):
         raise InvalidRequest(f"{path} must be nested at most {MAX_ARGUMENT_DEPTH} deep.", param=path)
+    if kind in _READ:
+        unread = (name for name in block.keys() - _READ[kind] - _UNSAID if block[name] not in _SAYS_NOTHING)
+        ignored.update(f"{where}.{name}" for name in unread)
     if kind == "search_result":
         return _lines(block.get("title"), block.get("source"), *_texts(block.get("content"), f"{path}.content"))
     if kind == "compaction" and isinstance(block.get("content"), str):

@@ -5,9 +5,12 @@ Tool calls and server-sent events have one form for all APIs here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
 
 from serve_app.errors import WarmpathError
 from serve_app.fairness.rate_limits import LimitsLeft
@@ -31,11 +34,12 @@ def data_event(payload: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One finished call; ``arguments`` is the JSON of an object."""
+    """One call; ``arguments`` is the JSON of an object. ``cut``: only as far as it came until the answer was cut."""
 
     call_id: str
     name: str
     arguments: str
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +59,25 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The current call ends, or the text inside it. ``raw``: its full text, for broken arguments."""
+    """The current call ends, or the text inside it. ``raw``: its full text, for broken arguments.
+
+    ``cut``: the limit of tokens or a stop string ended the answer inside the call.
+    """
 
     raw: str
+    cut: bool = False
 
 
 CallEvent = CallBegun | CallArguments | CallEnded
+
+
+def are_whole(arguments: str) -> bool:
+    """Return whether the arguments of a call are the JSON of an object."""
+    try:
+        msgspec.json.decode(arguments, type=dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 ApiFinishReason = Literal["stop", "length", "tool_calls"]
@@ -90,7 +107,7 @@ class AnswerHead:
 
     ``so_far``: the usage to report in every chunk. ``token_ids``: to report, too; None: not requested.
     ``repeated``: fields of the request that the answer repeats, in the API's shape. ``shows_reasoning``: a chat has it.
-    ``note``: a warning about the whole answer, "" for none.
+    ``note``: a warning about the whole answer, "" for none. ``now_s``: tells the time of its end, in Unix seconds.
     """
 
     answer_id: str
@@ -102,6 +119,7 @@ class AnswerHead:
     token_ids: TokenIds | None = None
     shows_reasoning: bool = True
     note: str = ""
+    now_s: Callable[[], float] = time.time
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,14 +76,15 @@ RESPONSE_CHOICES = Kinds(
 )  # fmt: skip
 
 MESSAGE_BLOCKS = Kinds(
-    ("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    ("text", "thinking", "tool_use", "tool_result"),
     as_text=(
         "search_result", "document", "tool_reference", "server_tool_use", "web_search_tool_result",
         "web_fetch_tool_result", "code_execution_tool_result", "bash_code_execution_tool_result",
         "text_editor_code_execution_tool_result", "tool_search_tool_result", "advisor_tool_result", "mcp_tool_use",
         "mcp_tool_result", "mcp_tool_listing", "container_upload", "compaction", "browser_state", "tool_addition",
-        "tool_removal", "fallback",
+        "tool_removal",
     ),
+    dropped=("redacted_thinking", "fallback"),
     refused=("image",),
 )  # fmt: skip
 DOCUMENT_SOURCES = Kinds(("text", "content"), refused=("base64", "url", "file"))
@@ -179,7 +180,7 @@ class JsonBody(BaseModel):
     ``instead``: the supported replacement of a refused field.
     ``bounded``: the highest number of values, nested ones included, in fields that a client could make very large.
     ``nullable``: fields in which null has a meaning; absent fields are not in ``model_fields_set``.
-    ``without_effect``: known fields that are accepted and change nothing.
+    ``without_effect``: known fields that are accepted and change nothing; the reference page lists them.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -196,6 +197,24 @@ class JsonBody(BaseModel):
         harmless = {*self.refused, *self.without_effect}
         ignored = (name for name in self.model_extra or () if name not in harmless)
         return unknown_fields(chain(ignored, inner), chain(fields, known))
+
+    def unread_inside(self, path: str = "") -> list[str]:
+        """Return the paths of unread fields of the objects in this one, which is at ``path``."""
+        found: set[str] = set()
+        for name in self.model_fields_set:
+            value = getattr(self, name)
+            if isinstance(value, JsonBody):
+                value._add_unread(f"{path}{name}", found)
+            elif isinstance(value, list) and value and isinstance(value[0], JsonBody):
+                for each in value:
+                    each._add_unread(f"{path}{name}[]", found)
+        return sorted(found)
+
+    def _add_unread(self, path: str, found: set[str]) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name not in self.without_effect:
+                found.add(f"{path}.{name}")
+        found.update(self.unread_inside(f"{path}."))
 
     @classmethod
     def parse(cls, raw: bytes, model: str = "") -> Self:

@@ -131,14 +131,15 @@ class SplitPiece(Protocol):
 def in_pieces(piece: Piece, events: list[str | CallEvent], *, called: bool, parallel: bool) -> list[Piece]:
     """Replace a piece's text by ``events``, and return it as one or several pieces; in each the text comes first.
 
-    ``called``: the choice has begun a call. Without ``parallel`` it ends with its first call.
+    ``called``: the choice has begun a call. Without ``parallel`` it ends with its first call, unless that was cut.
     """
     reason: ApiFinishReason | None = piece.finish_reason
-    if not parallel:
+    cut = any(isinstance(event, CallEnded) and event.cut for event in events)
+    if not parallel and not cut:
         end = next((i for i, event in enumerate(events, 1) if isinstance(event, CallEnded)), None)
         if end is not None:
             events, reason = events[:end], "stop"
-    if reason == "stop" and called:
+    if reason == "stop" and called and not cut:
         reason = "tool_calls"
     (text, calls), *more = _in_order(events)
     pieces = [replace(piece, text=text, calls=calls, finish_reason=None, stop_sequence="")]

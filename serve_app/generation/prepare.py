@@ -109,6 +109,9 @@ R = TypeVar("R", bound=RequestFields)
 WHOLE_INTERVAL_S = 0.25
 """Time between chunks of an answer that is sent whole: no client sees its parts, and each costs the ingress as much."""
 
+TOLD_TOOLS = "this model's chat template has no tools: they are told in a system message, which may serve less well"
+"""The warning where it is so."""
+
 SYSTEM_PROMPTS = 1024
 """Number of system prompts with remembered token counts; the oldest is dropped first, and counted again."""
 
@@ -164,6 +167,8 @@ class Preparer:
         request, adapter, keys = await self._scope(request, tenant)
         seed = secrets.randbits(62) if request.seed is None else request.seed
         grammar, warning = await self._grammars.form(request.grammar, tenant.name)
+        if request.tool_use.shown and self.tokenizer.template.tells_tools:
+            warning = "; ".join(filter(None, (warning, TOLD_TOOLS)))
         bad_words = await self.tokenizer.word_ids(request.bad_words, tenant.name) if request.bad_words else ()
         session, parent = (session_key(tenant.name, word) for word in (request.session, request.parent))
         rules = rules_of(request, bad_words, self.info.vocab_size)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from serve_app.api.format import ApiFinishReason, ToldToken
+from serve_app.api.format import ApiFinishReason, CallEnded, ToldToken
 from serve_app.generation.answer import Piece, SplitPiece
 from serve_app.tokenization.detokenizer import held_back
 
@@ -155,7 +155,9 @@ class ReasoningReader:
             elif self._spaces:
                 text = text.lstrip()
             self._spaces = self._spaces and not text
-            reason: ApiFinishReason | None = "tool_calls" if piece.finish_reason == "stop" else piece.finish_reason
+            cut = any(isinstance(event, CallEnded) and event.cut for event in piece.calls)
+            ends = piece.finish_reason == "stop" and not cut
+            reason: ApiFinishReason | None = "tool_calls" if ends else piece.finish_reason
             shown.append(replace(piece, text=text, finish_reason=reason))
         return shown
 

@@ -238,4 +238,10 @@ class Completions:
             names = reasoning_fields("")
             if len([*self.tokenizer.template.unread(names)]) == len(names):  # no fault of the client's
                 wanted = replace(wanted, unknown=(*wanted.unknown, UnknownField("reasoning")))
+        if (
+            isinstance(wanted, ChatRequest)
+            and not self.tokenizer.template.repairs.shows_names
+            and any("name" in message and message["role"] != "tool" for message in wanted.messages)
+        ):
+            wanted = replace(wanted, unknown=(*wanted.unknown, UnknownField("messages[].name")))
         return wanted

@@ -44,8 +44,13 @@ class ChatTemplate:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template shows tools to the model."""
+        """Whether prompts show tools to the model."""
         return self.repairs.shows_tools
+
+    @property
+    def tells_tools(self) -> bool:
+        """Whether the template leaves tools out, so that prompts tell them in a system message."""
+        return self.repairs.tells_tools
 
     @property
     def notes(self) -> list[str]:

@@ -33,11 +33,12 @@ class Chat(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """Another form of messages, or of a ``tool``. ``said``: what the template does, and what is done about it."""
+    """Another form of messages, of a ``tool``, or of both. ``said``: what the template does, and what is done."""
 
     said: str
     mend: Callable[[Sequence[TemplateMessage]], Sequence[TemplateMessage]] = lambda messages: messages
     tool: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda tool: tool
+    whole: Callable[[Chat], Chat] = lambda chat: chat
 
 
 class Probe(NamedTuple):
@@ -54,24 +55,31 @@ class Probe(NamedTuple):
 
 
 class Repairs:
-    """What one template needs. ``unable``: what it cannot take at all; ``shows_tools``: whether it reads tools.
+    """What one template needs. ``unable``: what it cannot take at all. ``probes``: none: all is shown as it is.
 
-    ``probes``: none for conversations that are shown as they are.
+    ``shows_tools``: whether its prompts have tools; ``tells_tools``: for it leaves them out, and they are told in a
+    message. ``shows_names``: whether its prompts have the names of users.
     """
 
     def __init__(self, render: Render, probes: Sequence[Probe]) -> None:
         self._render = render
         self._names: frozenset[str] = frozenset()
-        self.shows_tools = all(self._holds(probe, frozenset()) for probe in TOOLS_SHOWN)
+        shown = self._show_tools()
+        if not shown and probes:
+            self._names = frozenset({"tools_as_text"})
         self.unable: list[str] = []
         for probe in probes:
-            if probe.chat.tools and not self.shows_tools:
-                continue
             found = next((names for names, wrong in self._ways(probe) if self._holds(probe, names, wrong)), None)
             if found is None:
                 self.unable.append(probe.what)
             else:
                 self._names = found
+        self.shows_tools = self._show_tools()
+        self.tells_tools = self.shows_tools and not shown
+        self.shows_names = self._holds(_NAMED, self._names)
+
+    def _show_tools(self) -> bool:
+        return all(self._holds(probe, self._names) for probe in TOOLS_SHOWN)
 
     @property
     def calls_at_once(self) -> int:
@@ -108,7 +116,7 @@ def _mended(chat: Chat, names: frozenset[str]) -> Chat:
     messages, tools = chat
     for name, repair in REPAIRS.items():
         if name in names:
-            messages, tools = repair.mend(messages), [*map(repair.tool, tools)]
+            messages, tools = repair.whole(Chat(repair.mend(messages), [*map(repair.tool, tools)]))
     return Chat(messages, tools)
 
 
@@ -251,18 +259,40 @@ def _name_results(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     return [{"name": name, **message} if name else message for message, name in _names_of_calls(messages)]
 
 
-def _calls_to_text(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+def _calls_to_text(messages: Sequence[TemplateMessage], form: str = "{}") -> list[TemplateMessage]:
     told: list[TemplateMessage] = []
     for message, name in _names_of_calls(messages):
         if message["role"] == "tool":
             told.append({"role": "user", "content": f"{name or 'A tool'} returned:\n{message['content']}"})
         elif message.get("tool_calls"):
-            calls = (json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"])
+            calls = (form.format(json.dumps(call["function"], ensure_ascii=False)) for call in message["tool_calls"])
             content = "\n".join(filter(None, (message.get("content"), *calls)))
             told.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content})
         else:
             told.append(message)
     return told
+
+
+_CALL_FORM = "<tool_call>\n{}\n</tool_call>"
+"""A call in Hermes' format, which many models know."""
+_TOOLS_SAID = """\
+You may call functions. Each line describes one, with the JSON Schema of its arguments:
+{tools}
+
+To call one, write its name and its arguments in this form; its result is the next message:
+{call}"""
+
+
+def _tools_to_text(chat: Chat) -> Chat:
+    """Tell the tools in a system message behind the leading ones, and write calls as that message wants them."""
+    if not chat.tools:
+        return chat
+    messages = _calls_to_text(chat.messages, _CALL_FORM)
+    tools = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in chat.tools)
+    example = _CALL_FORM.format('{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}')
+    told = {"role": "system", "content": _TOOLS_SAID.format(tools=tools, call=example)}
+    leading = len(_leading(messages))
+    return Chat([*messages[:leading], told, *messages[leading:]])
 
 
 def _arguments_to_text(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
@@ -329,6 +359,10 @@ def _filled(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 REPAIRS: Mapping[str, Repair] = {
+    "tools_as_text": Repair(
+        "it leaves out tools: they are told in a system message, and calls beside them are in Hermes' form",
+        whole=_tools_to_text,
+    ),
     "tools_filled": Repair(
         "it needs a description and parameters of every tool: empty ones are put where a tool has none", tool=_filled
     ),
@@ -409,6 +443,7 @@ _TURNS = _some_of("joined_neighbours", "text_before_calls", "bridged")
 _CALLS = _some_of("short_ids", "named_ids", "named_results", "arguments_as_text")
 _SYSTEM = _some_of("systems_to_user", "joined_neighbours")
 _LATER = (["joined_systems"], ["later_systems_to_users"], ["later_systems_to_users", "joined_neighbours"])
+_NAMED = Probe("a user's name", Chat([{**_U, "name": "qznamed0"}]))
 TOOLS_SHOWN = (Probe("tools", Chat([_U], [_TOOL])), Probe("tools after an answer", Chat([_U, _A], [_TOOL])))
 PROBES = (
     Probe("a user's message", Chat([_U]), [["parts"]]),

@@ -45,6 +45,9 @@ def test_a_templates_calls_are_read_back_or_named(name: str, tmp_path: Path) -> 
     tokenizer = tokenizer_of(name, tmp_path / "model")
     if not tokenizer.template.reads_tools:
         return  # requests with tools are refused
+    if tokenizer.template.tells_tools:
+        assert AnswerReaders(tokenizer, "auto").unread == ""  # a message tells the form of calls
+        return
     parser, turns = found_parser(tokenizer), list(written_turns(tokenizer.template, lambda call, at: f"abcdefgh{at}"))
     read_by_the_library = name == "gpt-oss" and importlib.util.find_spec("openai_harmony") is not None
     assert bool(AnswerReaders(tokenizer, "auto").unread) == (not parser) or read_by_the_library

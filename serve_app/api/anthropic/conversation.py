@@ -15,15 +15,18 @@ TTLS_S = {"5m": 300.0, "1h": 3600.0}
 ROLES = ("user", "assistant", "system")
 BILLING = "x-anthropic-billing-header:"
 """The start of a system block of Claude Code that only Anthropic needs; it differs in every conversation."""
+FAILED = "The call failed."
+"""What a model reads first of a tool's result with ``is_error``, on a line of its own."""
 UNTIL_USER = "next_user_message"
 """The ``clear_at`` of a system message that the model sees only until the user's next message."""
 
 _FIELDS = {
-    "text": frozenset({"type", "text", "cache_control", "citations"}),
+    "text": frozenset({"type", "text", "cache_control"}),
+    "thinking": frozenset({"type", "thinking", "signature"}),
+    "redacted_thinking": frozenset({"type", "data"}),
     "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
     "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
 }
-_SYSTEM_FIELDS = {"clear_at", "output_config"}
 _BY = {"tool_use": "assistant", "tool_result": "user"}
 """Who sends the blocks that only one role may send."""
 BLOCK_FIELDS = tuple(f"messages[].content[].{name}" for name in sorted(frozenset().union(*_FIELDS.values())))
@@ -65,6 +68,7 @@ class ConversationReader:
             path = f"system[{index}]"
             if _kind(block, path) != "text":
                 raise InvalidRequest(f"{path} must be a text block.", param=path)
+            self._note_unread(block)
             # A first block that differs would keep conversations from sharing the KV of the following ones.
             billing = not index and str(block.get("text")).startswith(BILLING)
             if billing:
@@ -85,7 +89,7 @@ class ConversationReader:
             raise InvalidRequest(f"{path} must be an object with a role, one of {', '.join(ROLES)}.", param=path)
         if role == "system" and message.get("clear_at") == UNTIL_USER and index < last_user:
             return
-        known = {"role", "content"} | (_SYSTEM_FIELDS if role == "system" else set())
+        known = {"role", "content", "clear_at"} if role == "system" else {"role", "content"}
         self.ignored.update(f"messages[].{name}" for name in message.keys() - known)
         if isinstance(content, str):
             self.messages.append({"role": role, "content": content})
@@ -118,8 +122,10 @@ class ConversationReader:
 
     def _add_block(self, role: str, block: Any, path: str, began: int) -> None:
         kind = _kind(block, path)
+        self._note_unread(block)
         if kind == "redacted_thinking":
-            return  # no model here wrote it
+            self.ignored.add(f"messages[].content[].{kind}")  # no model here wrote it, nor can read it
+            return
         if kind == "thinking":
             if role != "assistant" or not isinstance(block.get("thinking"), str):
                 raise InvalidRequest(f"{path} must be from assistant, its thinking a string.", param=path)
@@ -127,10 +133,13 @@ class ConversationReader:
             return
         if (by := _BY.get(str(kind), role)) != role:
             raise InvalidRequest(f"{path} has the type {kind!r}, which is for {by}, not {role}.", param=path)
-        self._note_unread(block)
         if kind == "tool_result":
             self._join()
             result = self._result_text(block.get("content"), f"{path}.content")
+            if block.get("is_error") is True:
+                result = "\n".join(filter(None, (FAILED, result)))
+            elif block.get("is_error"):
+                self.ignored.add("messages[].content[].is_error")
             answered = call_id(block.get("tool_use_id"), f"{path}.tool_use_id")
             self.messages.append({"role": "tool", "content": result, "tool_call_id": answered})
             self._add_breakpoint(block.get("cache_control") or _inner_control(block.get("content")), path)
@@ -168,7 +177,8 @@ class ConversationReader:
     def _text(self, block: dict[str, Any], path: str) -> str:
         kind = block.get("type")
         if kind == "fallback":
-            return ""  # it marks where another model went on
+            self.ignored.add(f"messages[].content[].{kind}")  # it marks where another model went on
+            return ""
         if kind == "compaction" and (changes := block.get("tool_changes")):
             summary = {name: value for name, value in block.items() if name != "tool_changes"}
             parts = [summary, *(change for change in changes if isinstance(change, dict))]
@@ -208,6 +218,7 @@ class ConversationReader:
             raise InvalidRequest(f"{path} must be a string or a list of blocks.", param=path)
         for index, block in enumerate(content):
             _kind(block, f"{path}[{index}]")
+            self._note_unread(block)
         return "".join(self._text(block, f"{path}[{index}]") for index, block in enumerate(content))
 
     def _add_text(self, block: dict[str, Any], path: str) -> None:
@@ -225,6 +236,8 @@ class ConversationReader:
         ttl_s = self._last_ttl_s = _ttl_s(control, field)
         if not ttl_s:
             return
+        unread = (name for name in control.keys() - {"type", "ttl"} if control[name] is not None)
+        self.ignored.update(f"cache_control.{name}" for name in unread)
         if len(self.breakpoints) == MAX_BREAKPOINTS:
             raise InvalidRequest(f"{field} is over the limit of {MAX_BREAKPOINTS} breakpoints.", param=field)
         if ttl_s > TTLS_S["5m"] and self._shorter:

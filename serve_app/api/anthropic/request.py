@@ -68,14 +68,18 @@ class MessageToolChoice(JsonBody):
 
 
 class OutputConfig(JsonBody):
-    """The required form of the answer. ``effort`` and ``task_budget`` change nothing."""
+    """The required form of the answer, and the effort of thinking, if the chat template knows efforts."""
 
-    effort: str | None = None
+    without_effect: ClassVar[frozenset[str]] = frozenset({"task_budget"})
+
+    effort: Annotated[str | None, Must("a string")] = None
     format: Annotated[dict[str, Any] | None, Must("an object with type and schema")] = None
 
 
 class ThinkingConfig(JsonBody):
-    """Whether the model thinks. ``budget_tokens`` and ``display`` change nothing."""
+    """Whether the model thinks, and whether the answer shows it."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"budget_tokens"})
 
     type: Annotated[
         Literal["enabled", "adaptive", "between_tools", "disabled"],
@@ -91,6 +95,7 @@ class DiagnosticsBody(JsonBody):
     previous_message_id: Text256 = Field(None, description="the id of the answer to compare this request with")
 
 
+_FORMAT = {"type", "schema"}
 _HARMLESS_EDITS = ({"type": "clear_thinking_20251015", "keep": "all"},)
 _INNER_FIELDS = (
     "context_management.edits",
@@ -177,15 +182,19 @@ class CountTokensBody(JsonBody):
             raise InvalidRequest("messages must hold words of user or assistant.", param="messages")
         read.end_with_breakpoint(self.cache_control)
         for tool in self.tools:
-            read.ignored.update(f"tools[].{name}" for name in (tool.model_extra or {}).keys() - tool.without_effect)
-        if any(edit not in _HARMLESS_EDITS for edit in (self.context_management or {}).get("edits") or ()):
+            if (callers := (tool.model_extra or {}).get("allowed_callers")) and "direct" not in callers:
+                read.ignored.add("tools[].allowed_callers")
+        managed, form = self.context_management or {}, self.output_config.format or {}
+        if any(edit not in _HARMLESS_EDITS for edit in managed.get("edits") or ()):
             read.ignored.add("context_management.edits")
+        for path, given, known in (("context_management", managed, {"edits"}), ("output_config.format", form, _FORMAT)):
+            read.ignored.update(f"{path}.{name}" for name in given.keys() - known if given[name] is not None)
+        read.ignored.update(self.unread_inside())
         if read.messages[-1] == {"role": "assistant", "content": ""} and len(read.messages) > 1:
             del read.messages[-1]  # the same as to ask for an answer
         last = read.messages[-1]
         goes_on = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
         use = self._tool_use([*self.tools, *added.values()], read.removed)
-        effort = None if self.thinking is None else "none" if self.thinking.type == "disabled" else ""
         return ChatRequest(
             model=self.model,
             messages=tuple(read.messages),
@@ -195,12 +204,19 @@ class CountTokensBody(JsonBody):
             rules_off=() if follow_rules else tuple(sorted(read.rules)),
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
-            thinking=thinking_switches(effort),
+            thinking=self._thinking(),
+            include_reasoning=self.thinking is None or self.thinking.display != "omitted",
             grammar=self._grammar(),
             cache_salt=self.cache_salt,
             prompt_ref=self.prompt_ref,
             unknown=self.unknown(sorted(read.ignored), _INNER_FIELDS),
         )
+
+    def _thinking(self) -> dict[str, Any]:
+        effort = self.output_config.effort or ""
+        if self.thinking is not None:
+            return thinking_switches("none" if self.thinking.type == "disabled" else effort)
+        return {"reasoning_effort": effort} if effort else {}
 
     def _tool_use(self, tools: Sequence[MessageTool], removed: Collection[str]) -> ToolUse:
         functions, choice = [tool.function() for tool in tools], self.tool_choice

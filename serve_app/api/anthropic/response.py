@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
+from pydantic_core import from_json
 
 from serve_app.api.anthropic.history import RequestDigests
 from serve_app.api.format import (
@@ -92,7 +93,8 @@ class MessagesFormat:
         choice = choices[0]
         content: list[dict[str, Any]] = []
         if choice.reasoning:
-            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": head.answer_id})
+            thought = choice.reasoning if head.shows_reasoning else ""
+            content.append({"type": "thinking", "thinking": thought, "signature": head.answer_id})
         if choice.text:
             content.append({"type": "text", "text": choice.text})
         content += [
@@ -100,7 +102,7 @@ class MessagesFormat:
                 "type": "tool_use",
                 "id": _shown_id(call.call_id),
                 "name": call.name,
-                "input": msgspec.json.decode(call.arguments),
+                "input": _as_far_as(call.arguments) if call.cut else msgspec.json.decode(call.arguments),
             }
             for call in choice.calls
         ]
@@ -143,6 +145,8 @@ class _Stream:
     def reasoning(self, index: int, text: str) -> bytes:
         block = {"type": "thinking", "thinking": "", "signature": ""}
         begun = b"" if self._open == "thinking" else self._begin(block)
+        if not self._head.shows_reasoning:
+            return begun
         return begun + self._delta({"type": "thinking_delta", "thinking": text})
 
     def call(self, index: int, event: CallEvent) -> bytes:
@@ -237,6 +241,15 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def _error_body(error: WarmpathError, status: int) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message, **error.shown_reason}}
+
+
+def _as_far_as(arguments: str) -> dict[str, Any]:
+    """Return the input of a call that was cut: what its arguments say so far."""
+    try:
+        read = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 def _shown_id(call_id: str) -> str:

@@ -69,6 +69,13 @@ MESSAGE_FIELDS = (
 """Paths of the fields of messages that are read."""
 
 
+_OF_ROLES = {
+    "reasoning": ("assistant",), "reasoning_content": ("assistant",), "refusal": ("assistant",),
+    "tool_call_id": ("tool", "function"),
+}  # fmt: skip
+"""Fields that are read in messages of these roles alone."""
+
+
 def ignored_in(messages: list[dict[str, Any]]) -> set[str]:
     """Return the paths of unread fields of messages; null and [] do not count."""
     if max(map(len, messages)) <= 2:
@@ -88,6 +95,8 @@ def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, 
     if len(message) > 2 or "content" not in message or thoughts or role == "function":
         if (name := message.get("name")) is not None:
             shown["name"] = name
+        unread = (field for field, roles in _OF_ROLES.items() if role not in roles and message.get(field))
+        in_parts.update(f"messages[].{field}" for field in unread)
         if message.get("tool_call_id"):
             shown["tool_call_id"] = call_id(message["tool_call_id"], f"messages[{index}].tool_call_id")
         if role == "function":

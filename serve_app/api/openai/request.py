@@ -387,9 +387,7 @@ class GenerationBody(SamplingBody):
         fields["continuous_usage"] = every and fields["include_usage"]
         fields["truncation_side"] = self.truncation_side or "left"
         fields["return_tokens_as_token_ids"] = self.return_tokens_as_token_ids is True
-        inner = [*(f"stream_options.{name}" for name in (options.model_extra if options else None) or ()), *ignored]
-        inner += hints.unread
-        inner += (f"prompt_cache_options.{name}" for name in (caching.model_extra if caching else None) or ())
+        inner = [*self.unread_inside(), *ignored, *hints.unread]
         if inner or self.model_extra:
             fields["unknown"] = self.unknown(inner, known)
         return fields
@@ -485,13 +483,8 @@ class ChatBody(GenerationBody):
             thinking=thinking_switches(self.reasoning_effort),
             tool_use=self._tool_use(),
             repeated={"service_tier": self.service_tier} if "service_tier" in self.model_fields_set else {},
-            **self.common([*ignored, *in_parts, *self._ignored_in_tools()], kept=self.kept(marks)),
+            **self.common([*ignored, *in_parts], kept=self.kept(marks)),
         )
-
-    def _ignored_in_tools(self) -> list[str]:
-        outer = {f"tools[].{name}" for tool in self.tools for name in tool.model_extra or ()}
-        inner = {f"tools[].function.{name}" for tool in self.tools for name in tool.function.model_extra or ()}
-        return [*sorted(outer), *sorted(inner)]
 
     def _tool_use(self) -> ToolUse:
         choice = self.tool_choice

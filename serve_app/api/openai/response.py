@@ -121,7 +121,7 @@ def _name(raw: bytes) -> str:
 
 
 def _message(choice: Choice) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
     if choice.reasoning:
         message |= {"content": choice.text or None, **reasoning_fields(choice.reasoning)}
     if not choice.calls:

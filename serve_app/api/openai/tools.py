@@ -161,6 +161,9 @@ def too_deep(arguments: Any) -> bool:
     return any(depth > MAX_ARGUMENT_DEPTH for depth in _depths(arguments))
 
 
+_CALL_FIELDS = frozenset({"id", "type", "function", "custom", "index"})
+
+
 def call_for_template(call: Any, path: str, ignored: set[str]) -> dict[str, Any]:
     """Return one of a message's ``tool_calls`` in the form of chat templates. See ``called``."""
     custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
@@ -170,6 +173,11 @@ def call_for_template(call: Any, path: str, ignored: set[str]) -> dict[str, Any]
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         example = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
         raise InvalidRequest(f"{path} must be a call like {example}.", param=path)
+    if len(call) > 3 or len(function) > 2:
+        where = _INDEX.sub("[]", path)
+        ignored.update(f"{where}.{name}" for name in call.keys() - _CALL_FIELDS if call[name] is not None)
+        unread = (name for name in function.keys() - {"name", "arguments"} if function[name] is not None)
+        ignored.update(f"{where}.function.{name}" for name in unread)
     shown = {"type": "function", "function": called(function, f"{path}.function", ignored)}
     return {"id": call_id(call["id"], f"{path}.id"), **shown} if call.get("id") else shown
 

@@ -6,7 +6,6 @@ The model sees more tools than a request may allow, so that their prompt stays t
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from serve_app.api.format import (
@@ -19,6 +18,7 @@ from serve_app.api.format import (
     RankedPrompt,
     ToldToken,
     ToolCall,
+    are_whole,
 )
 from serve_app.generation.answer import Piece, SplitPiece, in_pieces
 from serve_app.generation.tool_calls.formats import Reading
@@ -30,12 +30,22 @@ class CallReader:
 
     Texts and arguments concatenate to the same result for any division of the text. White space before the first call
     is shown once text follows, or at the end without a call. Without ``parallel`` the choice ends with its first call.
+    ``forced``: the answer consists of calls alone, so an end within one is a cut.
     """
 
     by_token = False
 
-    def __init__(self, reading: Reading, make_id: MakeId, tools: Mapping[str, Any], *, parallel: bool = True) -> None:
+    def __init__(
+        self,
+        reading: Reading,
+        make_id: MakeId,
+        tools: Mapping[str, Any],
+        *,
+        parallel: bool = True,
+        forced: bool = False,
+    ) -> None:
         self._source = Source()
+        self._forced = forced
         self._steps = reading(self._source, make_id, tools)
         self._parallel = parallel
         self._spaces = ""
@@ -46,7 +56,8 @@ class CallReader:
         """Split a piece into one or several; in each the text comes first."""
         events = self.push(piece.text)
         if piece.finish_reason is not None:
-            events += self.flush()
+            cut = self._forced or piece.finish_reason == "length" or bool(piece.stop_sequence)
+            events += self.flush(cut=cut)
         return in_pieces(piece, events, called=self.calls > 0, parallel=self._parallel)
 
     def push(self, text: str) -> list[str | CallEvent]:
@@ -65,9 +76,9 @@ class CallReader:
             found.append(step)
         return found
 
-    def flush(self) -> list[str | CallEvent]:
-        """Return the text held back; the answer has ended."""
-        self._source.ended = True
+    def flush(self, *, cut: bool = False) -> list[str | CallEvent]:
+        """Return the text held back; the answer has ended. ``cut``: not by the model."""
+        self._source.ended, self._source.cut = True, cut
         found = self.push("")
         return found if self.calls or not self._spaces else [*found, self._spaces]
 
@@ -80,7 +91,7 @@ class CallReader:
 
 
 class WholeChoice:
-    """Gathers the pieces of one choice. A call becomes text if its arguments are not a JSON object."""
+    """Gathers the pieces of one choice. A call that was not cut is text if its arguments are not a JSON object."""
 
     def __init__(self, *, tells_logprobs: bool = False) -> None:
         self._told: list[ToldToken] | None = [] if tells_logprobs else None
@@ -122,12 +133,11 @@ class WholeChoice:
 
     def _end(self, event: CallEnded) -> None:
         arguments = "".join(self._arguments)
-        try:
-            msgspec.json.decode(arguments, type=dict)
-        except (msgspec.DecodeError, RecursionError):
-            self._texts.append(event.raw)
+        whole = are_whole(arguments)
+        if whole or event.cut:
+            self._calls.append(ToolCall(self._call_id, self._name, arguments, cut=not whole))
         else:
-            self._calls.append(ToolCall(self._call_id, self._name, arguments))
+            self._texts.append(event.raw)
 
 
 class AllowedCalls:

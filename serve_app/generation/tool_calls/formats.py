@@ -6,12 +6,12 @@ An answer that must call is a JSON list of calls in every family.
 import re
 import secrets
 import string
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from serve_app.api.format import CallBegun, CallEnded
+from serve_app.api.format import CallBegun
 from serve_app.api.request import Tool, ToolUse
 from serve_app.generation.tool_calls.marked import ArgumentMarks, Marks, read_marked
 from serve_app.generation.tool_calls.source import MakeId, Source, Steps, json_call, stream_arguments
@@ -42,11 +42,13 @@ def _json_between(opens: tuple[str, ...], closes: str, source: Source, make_id: 
     while (yield from source.text_before(*opens)):
         if (yield from source.spaces()) == "[":
             yield from _list(source, make_id)
-        elif (yield from json_call(source, make_id)):
-            yield CallEnded(source.raw)
         else:
-            yield source.raw
-            continue
+            called = yield from json_call(source, make_id)
+            if called:
+                yield source.call_ended()
+            elif called is not None:
+                yield source.raw
+                continue
         yield from source.spaces()
         if (yield from source.accept(closes)):
             yield from source.spaces()
@@ -83,7 +85,7 @@ def json_list(source: Source, make_id: MakeId, tools: Mapping[str, Any]) -> Step
     source.mark()
     if (yield from source.spaces()) == "[":
         yield from _list(source, make_id)
-    else:
+    elif not source.cut_here:
         yield source.raw
     while (yield from source.peek()):
         source.mark()
@@ -99,13 +101,15 @@ def _list(source: Source, make_id: MakeId) -> Steps[None]:
         yield from source.spaces()
 
 
-def _objects(source: Source, make_id: MakeId, names: Container[str] | None, between: str) -> Steps[None]:
+def _objects(source: Source, make_id: MakeId, names: Collection[str] | None, between: str) -> Steps[None]:
     """Read consecutive calls; the text of an object that is not a call is shown."""
     while True:
-        if not (yield from json_call(source, make_id, names)):
-            yield source.raw
+        called = yield from json_call(source, make_id, names)
+        if not called:
+            if called is not None:
+                yield source.raw
             return
-        yield CallEnded(source.raw)
+        yield source.call_ended()
         source.mark()
         if (yield from source.spaces()) == between:
             source.take(1)
@@ -119,13 +123,16 @@ def _named(source: Source, make_id: MakeId) -> Steps[None]:
     name = yield from _name(source)
     if name and (yield from source.accept(MISTRAL_ID)):
         yield from _name(source)
-    yield from source.accept(MISTRAL_ARGUMENTS)
-    if not name or (yield from source.spaces()) != "{":
+    named = yield from source.accept(MISTRAL_ARGUMENTS)
+    opened = bool(name) and (yield from source.spaces()) == "{"
+    if not opened and not source.cut_here:
         yield source.raw.replace(MISTRAL_ID, "").replace(MISTRAL_ARGUMENTS, "")
+    if not opened and not (named and source.cut_here):
         return
     yield CallBegun(make_id(name), name)
-    yield from stream_arguments(source)
-    yield CallEnded(source.raw)
+    if opened:
+        yield from stream_arguments(source)
+    yield source.call_ended()
     yield from source.spaces()
 
 

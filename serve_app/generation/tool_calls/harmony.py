@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from serve_app.api.format import CallArguments, CallBegun, CallEnded, CallEvent
+from serve_app.api.format import CallArguments, CallBegun, CallEnded, CallEvent, are_whole
 from serve_app.generation.answer import Piece, SplitPiece, in_pieces
 from serve_app.generation.reasoning import behind
 from serve_app.generation.tool_calls.source import MakeId
@@ -152,7 +152,7 @@ class HarmonyReader:
             added = self._parser.push(self._harmony.tokens(text, special=special))
             name = self._called()
             if not self._parser.channel:
-                events += self._end()
+                events += self._end(cut=False)
                 self._header = "" if special and text != CHANNEL else self._header + text
             elif name:
                 if self._arguments is None:
@@ -168,7 +168,7 @@ class HarmonyReader:
                 events.append(added)
             self._header = "" if self._parser.channel else self._header
         if piece.finish_reason is not None:
-            events += self._end()
+            events += self._end(cut=piece.finish_reason == "length" or bool(piece.stop_sequence))
             events += self._loose()
         shown = any(isinstance(event, str) for event in events)
         told, tokens = (piece.logprobs, 0) if shown else ((), piece.new_tokens if reasoning else 0)
@@ -197,10 +197,10 @@ class HarmonyReader:
         recipient = self._parser.recipient
         return self._parser.channel == "analysis" or bool(recipient and not recipient.startswith(_FUNCTIONS))
 
-    def _end(self) -> list[CallEvent]:
-        """End the open call, if any."""
+    def _end(self, *, cut: bool) -> list[CallEvent]:
+        """End the open call, if any. ``cut``: the answer was cut."""
         arguments, self._arguments = self._arguments, None
-        return [] if arguments is None else [CallEnded(arguments)]
+        return [] if arguments is None else [CallEnded(arguments, cut=cut and not are_whole(arguments))]
 
     def _loose(self) -> list[str]:
         """Return the text of an answer that has not begun a message."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from serve_app.api.format import CallArguments, CallBegun, CallEnded
+from serve_app.api.format import CallArguments, CallBegun
 from serve_app.generation.tool_calls.source import MakeId, Source, Steps, stream_arguments
 from serve_app.structured.schema import type_of
 
@@ -86,10 +86,12 @@ def read_marked(marks: Marks, source: Source, make_id: MakeId, tools: Mapping[st
             if not begun:
                 yield from source.spaces()
                 begun = yield from source.accept(marks.begin)
-            if not begun or not (yield from _call(marks, source, make_id, tools)):
-                yield marks.shown(source.raw)
+            called = (yield from _call(marks, source, make_id, tools)) if begun else False
+            if not called:
+                if not source.cut_here:
+                    yield marks.shown(source.raw)
                 break
-            yield CallEnded(marks.shown(source.raw))
+            yield source.call_ended(marks.shown(source.raw))
             source.mark()
             yield from source.spaces()
             if marks.closes and (yield from source.accept(marks.closes)):
@@ -101,7 +103,10 @@ def read_marked(marks: Marks, source: Source, make_id: MakeId, tools: Mapping[st
 
 
 def _call(marks: Marks, source: Source, make_id: MakeId, tools: Mapping[str, Any]) -> Steps[bool]:
-    """Read a call from its name on; return whether one has begun. If not, none of the text read was shown."""
+    """Read a call from its name on; return whether one has begun. If not, none of the text read was shown.
+
+    One that was cut begins once the mark behind its name is there.
+    """
     yield from source.spaces()
     name, call_id = (yield from _name(source)), ""
     if marks.names_id:
@@ -112,10 +117,11 @@ def _call(marks: Marks, source: Source, make_id: MakeId, tools: Mapping[str, Any
         return False
     after = yield from source.spaces()
     if marks.keys is None:
-        if after != "{":
+        if after != "{" and not source.cut_here:
             return False
         yield CallBegun(call_id or make_id(name), name)
-        yield from stream_arguments(source)
+        if after == "{":
+            yield from stream_arguments(source)
         for mark in marks.ends:
             yield from source.spaces()
             yield from source.accept(mark)
@@ -144,12 +150,17 @@ def _call(marks: Marks, source: Source, make_id: MakeId, tools: Mapping[str, Any
         yield from _value(source, form, following, types)
         yield from source.spaces()
     closed = (yield from source.accept(end)) or (bool(marks.closes) and (yield from source.accept(marks.closes)))
-    if closed and not begun and (marks.named or name in tools):
+    if (closed or source.cut_here) and not begun and (marks.named or (name in tools and not _may_go_on(name, tools))):
         begun = True
         yield CallBegun(make_id(name), name)
     if closed and begun:
         yield CallArguments("{}" if separator == "{" else "}")
     return begun
+
+
+def _may_go_on(name: str, tools: Mapping[str, Any]) -> bool:
+    """Return whether a tool's name goes on where another one ends."""
+    return any(other.startswith(name) for other in tools if other != name)
 
 
 def _name(source: Source) -> Steps[str]:
@@ -165,7 +176,7 @@ def _name(source: Source) -> Steps[str]:
 
 def _text(source: Source, mark: str) -> Steps[str | None]:
     """Read a text and the mark behind it; None if the mark is missing."""
-    steps = source.until(mark)
+    steps = source.until(mark, marks=True)
     parts: list[str] = []
     while True:
         try:
@@ -188,7 +199,7 @@ def _value(source: Source, key: ArgumentMarks, following: tuple[str, ...], types
     if streamed:
         yield CallArguments('"')
     first, held = True, ""
-    steps = source.until(key.end)
+    steps = source.until(key.end, marks=True)
     while True:
         try:
             part = next(steps)
@@ -200,7 +211,7 @@ def _value(source: Source, key: ArgumentMarks, following: tuple[str, ...], types
                 return
             if (yield from source.next_is(*following)):
                 break
-            part, steps = key.end, source.until(key.end)
+            part, steps = key.end, source.until(key.end, marks=True)
         if first:
             first, part = False, part.removeprefix(key.pad)
         part, held = held + part, ""

@@ -76,6 +76,8 @@ class AnswerReaders:
                 self._harmony = harmony if fits else None
         if self._harmony is not None:
             parser, reasoning = "", "none"
+        elif template.tells_tools:
+            parser = "hermes"  # as prompts tell the model, whatever the setting is
         elif parser == "auto":
             parser = found_parser(tokenizer) if self._reads_tools else ""
         reasoning = find_reasoning_tags(template.source, special) if reasoning == "auto" else reasoning
@@ -152,7 +154,8 @@ class AnswerReaders:
         def calls(generation: EngineRequest) -> SplitPiece | None:
             split: SplitPiece | None = None
             if written is not None:
-                split = CallReader(written.reading, ids_of(written, request), use.schemas, parallel=use.parallel)
+                make_id, parallel, forced = ids_of(written, request), use.parallel, use.must_call
+                split = CallReader(written.reading, make_id, use.schemas, parallel=parallel, forced=forced)
             if theirs is not None and isinstance(request, ChatRequest):
                 push = self._push_of(request, generation, use.tools if they_call else ())
                 split = VllmReader(push, parallel=use.parallel, rest=split)

@@ -164,7 +164,7 @@ def _read_back(
             for piece in split.split(Piece(0, decoded, 1, None, reason, token_ids=(token_id,))):
                 whole.add(piece)
         choice = whole.choice()
-        read = [(call.name, json.loads(call.arguments)) for call in choice.calls]
+        read = [(call.name, json.loads(call.arguments)) for call in choice.calls if not call.cut]
         if read != list(calls[: len(read)]) or (end == len(ids) and (len(read) < len(calls) or choice.text.strip())):
             return False
     return True

@@ -5,12 +5,12 @@ is tracked only by its strings and brackets: the users of arguments find out whe
 """
 
 import re
-from collections.abc import Callable, Container, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import TypeVar
 
 import msgspec
 
-from serve_app.api.format import CallArguments, CallBegun, CallEvent
+from serve_app.api.format import CallArguments, CallBegun, CallEnded, CallEvent
 from serve_app.tokenization.detokenizer import held_back
 
 _OUTSIDE = re.compile(r'["{}\[\]]')
@@ -29,13 +29,23 @@ Steps = Generator[str | CallEvent | None, None, T]
 
 
 class Source:
-    """The text from the current position on. ``ended``: no more text follows."""
+    """The text from the current position on. ``ended``: no more text follows; ``cut``: the model had not finished."""
 
     def __init__(self) -> None:
         self.text = ""
         self.position = 0
         self.ended = False
+        self.cut = False
         self._taken: list[str] = []
+
+    @property
+    def cut_here(self) -> bool:
+        """Whether the text was cut, and is read to its end."""
+        return self.cut and self.ended and self.position >= len(self.text)
+
+    def call_ended(self, raw: str | None = None) -> CallEnded:
+        """Return the end of the call that was read since the mark. ``raw``: its text, None: ``self.raw``."""
+        return CallEnded(self.raw if raw is None else raw, cut=self.cut_here)
 
     def push(self, text: str) -> None:
         """Add text; text already read is dropped."""
@@ -65,9 +75,12 @@ class Source:
         return self.text[self.position : self.position + 1]
 
     def accept(self, word: str) -> Steps[bool]:
-        """Read a word if it is next; return whether it was."""
+        """Read a word if it is next; return whether it was. What a cut left of it is read, too."""
         while not self.text.startswith(word, self.position):
-            if self.ended or not word.startswith(self.text[self.position :]):
+            if not word.startswith(rest := self.text[self.position :]):
+                return False
+            if self.ended:
+                self.take(len(rest) if self.cut else 0)
                 return False
             yield None
         self.take(len(word))
@@ -79,20 +92,21 @@ class Source:
             self.take(1)
         return char
 
-    def until(self, *words: str) -> Generator[str | None, None, str]:
+    def until(self, *words: str, marks: bool = False) -> Generator[str | None, None, str]:
         """Read up to the first of some words, and past it; yield the text before it as it arrives, or None.
 
-        Return the word, "" at the end of the text. The possible beginning of a word is held back.
+        Return the word, "" at the end of the text. The possible beginning of a word is held back; ``marks``: for good,
+        if the text was cut there.
         """
         while True:
             places = [(at, word) for word in words if (at := self.text.find(word, self.position)) >= 0]
             at, word = min(places, default=(len(self.text), ""))
-            if not word and not self.ended:
+            if not word and (not self.ended or (marks and self.cut)):
                 at -= max(held_back(self.text[self.position :], word) for word in words)
             if at > self.position:
                 yield self.take(at - self.position)
             if word or self.ended:
-                self.take(len(word))
+                self.take(len(word) if word else len(self.text) - self.position)
                 return word
             yield None
 
@@ -109,41 +123,51 @@ class Source:
             yield text
 
     def next_is(self, *words: str) -> Steps[bool]:
-        """Return whether one of some words follows, or nothing, apart from white space. Reads nothing."""
+        """Return whether one of some words follows, or nothing, apart from white space. Reads only what a cut left."""
         while True:
             rest = self.text[self.position :].lstrip()
             if any(map(rest.startswith, words)) or (self.ended and not rest):
                 return True
-            if self.ended or (rest and not any(word.startswith(rest) for word in words)):
+            begun = any(word.startswith(rest) for word in words)
+            if self.ended and self.cut and begun:
+                self.take(len(self.text) - self.position)
+                return True
+            if self.ended or (rest and not begun):
                 return False
             yield None
 
 
-def json_call(source: Source, make_id: MakeId, names: Container[str] | None = None) -> Steps[bool]:
-    """Read one call; return whether one has begun. If not, none of the text read was shown.
+def json_call(source: Source, make_id: MakeId, names: Collection[str] | None = None) -> Steps[bool | None]:
+    """Read one call; return whether one has begun. If not, none of the text read was shown. None: the text was cut.
 
-    A call begins once its name and the opening of its arguments are known, in any order. ``names``: the allowed ones,
-    None for any. Missing arguments are ``{}``. An object with another key before both is not a call.
+    A call begins once its name and the opening of its arguments are known, in any order, or the name alone if the text
+    was cut behind it. ``names``: the allowed ones, None for any. Missing arguments are ``{}``. An object with another
+    key before both is not a call.
     """
     begun = False
     name: str | None = None
     arguments = ""
-    if not (yield from source.accept("{")):
-        return False
-    while True:
+    wanted: Collection[str] | None = None  # what the last string had to be, if the text was cut within it
+    raw = ""
+    opened = yield from source.accept("{")
+    while opened:
         yield from source.spaces()
-        key = yield from _string(source)
+        key, raw = yield from _string(source)
+        wanted = _KEYS
         if key is None or (yield from source.spaces()) != ":":
-            return begun
+            break
         source.take(1)
         opening = yield from source.spaces()
         if key == "name" and name is None:
-            name = yield from _string(source)
-            if name is None or (names is not None and name not in names):
+            name, raw = yield from _string(source)
+            wanted = names
+            if name is None:
+                break
+            if names is not None and name not in names:
                 return begun
         elif key in _ARGUMENTS and not begun and not arguments and opening != "n":
             if opening != "{":
-                return begun
+                break
             if name is None:
                 arguments = yield from _whole(_value(source))
             else:
@@ -166,8 +190,14 @@ def json_call(source: Source, make_id: MakeId, names: Container[str] | None = No
                 yield CallArguments("{}")
             return True
         if after != ",":
-            return begun
+            break
         source.take(1)
+    if begun or not source.cut_here:
+        return begun
+    if name is not None:
+        yield CallBegun(make_id(name), name)
+        return True
+    return None if wanted is None or any(word.startswith(raw.strip('"')) for word in wanted) else False
 
 
 def stream_arguments(source: Source) -> Steps[None]:
@@ -176,15 +206,15 @@ def stream_arguments(source: Source) -> Steps[None]:
         yield None if piece is None else CallArguments(piece)
 
 
-def _string(source: Source) -> Steps[str | None]:
-    """Read a string and return its value; None if it is missing or invalid."""
+def _string(source: Source) -> Steps[tuple[str | None, str]]:
+    """Read a string and return its value and its text; None if it is missing or invalid."""
     if (yield from source.peek()) != '"':
-        return None
+        return None, ""
     raw = yield from _whole(_value(source))
     try:
-        return _decode_string(raw)
+        return _decode_string(raw), raw
     except msgspec.DecodeError:
-        return None
+        return None, raw
 
 
 def _whole(pieces: Generator[str | None, None, None]) -> Steps[str]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from serve_app.api.format import CallArguments, CallBegun, CallEnded, CallEvent
+from serve_app.api.format import CallArguments, CallBegun, CallEnded, CallEvent, are_whole
 from serve_app.config.engine import VLLM_VERSIONS, vllm_missing
 from serve_app.generation.answer import Piece, SplitPiece, in_pieces
 from serve_app.generation.reasoning import REASONING_TAGS
@@ -83,17 +83,17 @@ class VllmReader:
         events: list[str | CallEvent] = [text] if text else []
         for call in calls:
             if call.index > self._index and call.function and call.function.name:
-                events += self._end()
+                events += self._end(cut=False)
                 self._index, self._arguments = call.index, ""
                 events.append(CallBegun(call.id, call.function.name))
             if self._arguments is not None and call.function and call.function.arguments:
                 self._arguments += call.function.arguments
                 events.append(CallArguments(call.function.arguments))
         if ended or (text and not calls):
-            events += self._end()
+            events += self._end(cut=cut)
         return in_pieces(piece, events, called=self._index >= 0, parallel=self._parallel)
 
-    def _end(self) -> list[CallEvent]:
-        """End the open call, if any."""
+    def _end(self, *, cut: bool) -> list[CallEvent]:
+        """End the open call, if any. ``cut``: the answer was cut."""
         arguments, self._arguments = self._arguments, None
-        return [] if arguments is None else [CallEnded(arguments)]
+        return [] if arguments is None else [CallEnded(arguments, cut=cut and not are_whole(arguments))]

@@ -35,7 +35,7 @@ _POOLING = "the models here generate text; use a server of such a model (`vllm s
 _CLASSIFYING = f"{_POOLING}, or ask a chat model, with a schema in response_format"
 _MEDIA = "the models here read and write text alone; use a server of a model for this"
 NOT_HERE = {
-    "/v1/responses/compact": "send the conversation in a shorter form instead",
+    "/v1/responses/compact": "ask for a summary in a message, and send that in place of the conversation",
     "/v1/realtime": "answers come over HTTP, with stream: true as events",
     "/v1/uploads": "POST /v1/files takes a whole file",
     **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/pooling", "/v1/pooling"), _POOLING),

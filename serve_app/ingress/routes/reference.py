@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -48,6 +48,12 @@ _FIELDS = """\
 """
 
 
+_INSIDE = """\
+Inside others, these fields change nothing: {fields}. So do ids and `status` in conversations, and there `phase`,
+`signature`, `caller`, `logprobs` and `index`.
+"""
+
+
 _KINDS = """\
 ## Types of parts, blocks, items and tools
 
@@ -62,7 +68,11 @@ _KINDS = """\
 
 def api_page() -> str:
     """Return the page."""
-    return "\n".join([_INTRODUCTION, *_routes(), _FIELDS + "\n".join(_rows()), "", _KINDS + "\n".join(_kinds()), ""])
+    inside = _INSIDE.format(
+        fields=", ".join(dict.fromkeys(f"`{path}`" for body in BODIES.values() for path in _idle(body)))
+    )
+    fields = _FIELDS + "\n".join(_rows())
+    return "\n".join([_INTRODUCTION, *_routes(), fields, "", inside, _KINDS + "\n".join(_kinds()), ""])
 
 
 def _routes() -> Iterator[str]:
@@ -87,6 +97,16 @@ def _rows() -> Iterator[str]:
         meaning = meaning or (f"use `{instead}`" if instead else "")
         states = " | ".join(_state(body, name) for body in BODIES.values())
         yield f"| `{name}` | {states} | {kind} | {meaning} |"
+
+
+def _idle(kind: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of the fields without effect of the objects inside a body, or a type at a path."""
+    if isinstance(kind, type) and issubclass(kind, JsonBody):
+        yield from (f"{path}{name}" for name in sorted(kind.without_effect) if path)
+        for name, field in kind.model_fields.items():
+            yield from _idle(field.annotation, f"{path}{name}.")
+    for part in get_args(kind):
+        yield from _idle(part, path.removesuffix(".") + "[]." if get_origin(kind) is list else path)
 
 
 def _kinds() -> Iterator[str]:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from serve_app.api import format as sse
 from serve_app.api.openai.responses.items import item_page
 from serve_app.api.openai.responses.request import ResponsesBody
-from serve_app.api.openai.responses.response import ReplayQuery, replayed
+from serve_app.api.openai.responses.response import ReplayQuery, complete, replayed
 from serve_app.api.openai.tokens import InputTokensBody, parse_input_tokens
 from serve_app.errors import NotFound
 from serve_app.ingress.conversation import Conversation
@@ -46,7 +46,7 @@ async def input_tokens(request: Request, services: Front) -> Response:
 async def stored_response(request: Request, services: Front, response_id: str) -> Response:
     """A stored response. Query: `stream` (true: as events, each text in one), `starting_after` (an event's number)."""
     asked = ReplayQuery.checked(dict(request.query_params))
-    response = (await _found(request, services, response_id)).response
+    response = complete((await _found(request, services, response_id)).response)
     if asked.stream.lower() not in ("true", "1"):
         return json_response(response)
     return Response(replayed(response, asked.starting_after), headers={**sse.HEADERS, "content-type": sse.CONTENT_TYPE})

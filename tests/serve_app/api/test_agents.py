@@ -135,7 +135,7 @@ def test_an_unknown_field_of_a_namespaces_function_is_reported_too() -> None:
     """It is reported by its name, as any other."""
     inner = {"type": "function", "name": "find", "defer_loading": True}
     request = parse("codex", tools=[{"type": "namespace", "name": "a", "tools": [inner]}])
-    assert [field.told for field in request.unknown] == ["tools[].defer_loading"]
+    assert [field.told for field in request.unknown] == ["tools[].tools[].defer_loading"]
 
 
 def test_a_call_that_is_demanded_needs_a_tool_of_the_clients() -> None:

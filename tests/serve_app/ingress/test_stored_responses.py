@@ -229,7 +229,11 @@ def test_a_call_that_was_cut_off_does_not_go_on(clients: dict[str, OpenAI], scri
     client = clients["acme"]
     script.text, script.reason = "Let me look. " + CALL[: CALL.index("Oslo")], "length"
     first = client.responses.create(model="demo", input="Rain in Oslo?", tools=[TOOL])
-    assert first.status == "incomplete"
+    assert (first.status, first.output[-1].status) == ("incomplete", "incomplete")
+    assert first.output[-1].to_dict()["arguments"] == '{"city": "'
+    *_, last = client.responses.create(model="demo", input="Rain in Oslo?", tools=[TOOL], stream=True)
+    assert [item.to_dict().get("arguments") for item in last.response.output] == [None, '{"city": "']
+    assert last.response.output[-1].status == "incomplete"
     script.clear()
     script.text = "Yes."
     second = client.responses.create(model="demo", input="Well?", previous_response_id=first.id)

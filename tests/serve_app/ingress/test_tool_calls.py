@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 from openai import OpenAI
 
@@ -37,6 +37,22 @@ class Served:
         with self.client.chat.completions.stream(**{**ASKED, **fields}) as stream:
             chunks = [event.chunk for event in stream if event.type == "chunk"]
             return stream.get_final_completion().choices[0], chunks
+
+
+def assembled(served: Served, text: str, **fields: Any) -> Any:
+    """Return the choice that a stream's chunks add up to. (The client's own assembly refuses a cut answer.)"""
+    served.script.text = text
+    content, reason, calls = "", None, list[Any]()
+    for chunk in served.client.chat.completions.create(**ASKED, **fields, stream=True):
+        choice = chunk.choices[0]
+        content, reason = content + (choice.delta.content or ""), choice.finish_reason or reason
+        for delta in choice.delta.tool_calls or []:
+            if delta.id:
+                calls.append(delta)
+            else:
+                calls[delta.index].function.arguments += delta.function.arguments
+    message = SimpleNamespace(content=content, tool_calls=calls)
+    return SimpleNamespace(message=message, finish_reason=reason)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -116,14 +132,47 @@ def test_only_an_allowed_tool_is_called(served: Served, step: int) -> None:
             assert "Oslo" not in answer.message.content
 
 
-def test_a_call_that_is_cut_off_is_no_call_of_a_whole_answer(served: Served) -> None:
-    """Its arguments would not be JSON; a stream has already sent its beginning, and gives the finish reason."""
-    served.script.reason = "length"
-    choice = served.ask(served.call()[:-20], tools=[WEATHER])
-    assert (choice.message.tool_calls, choice.finish_reason) == (None, "length")
-    assert "get_weather" in choice.message.content
-    chunks = list(served.client.chat.completions.create(**ASKED, tools=[WEATHER], stream=True))
-    assert chunks[-1].choices[0].finish_reason == "length"
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(served: Served, step: int) -> None:
+    """Whole and streamed, by the length or a stop string; the reason tells that it is not complete. (docs: api)"""
+    served.script.step = step
+    before = "" if served.name == "llama3" else "Let me look."
+    text = before + served.call(arguments={"city": "Oslo", "days": 2})
+    for fields in ({}, {"parallel_tool_calls": False}, {"stop": ["2"]}):
+        cut, reason = (text, "stop") if "stop" in fields else (text[: text.index("Oslo") + 2], "length")
+        served.script.reason = reason  # type: ignore[assignment]
+        for choice in (
+            served.ask(cut, tools=[WEATHER], **fields),
+            assembled(served, cut, tools=[WEATHER], **fields),
+        ):
+            (call,) = choice.message.tool_calls
+            assert (choice.message.content or "", choice.finish_reason) == (before, reason)
+            assert call.function.name == "get_weather"
+            assert call.function.arguments == ('{"city": "Oslo", "days": ' if "stop" in fields else '{"city": "Os')
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_forced_call_that_is_cut_off_leaves_none_of_its_form_in_the_content(served: Served, step: int) -> None:
+    """The list that the grammar forces is no text, wherever it is cut: in the first call, or behind it."""
+    text = json.dumps([{"name": "get_weather", "parameters": {"city": "Oslo"}}] * 2)
+    behind, first = text.index("}}") + 2, text.index("Os") + 2
+    told: dict[int, list[str]] = {
+        1: [],
+        12: [],
+        first: ['{"city": "Os'],
+        behind: ['{"city": "Oslo"}'],
+        behind + 20: ['{"city": "Oslo"}'],
+    }
+    fields: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required"}
+    served.script.step, served.script.reason = step, "length"
+    for at, arguments in told.items():
+        for choice in (served.ask(text[:at], **fields), assembled(served, text[:at], **fields)):
+            assert (choice.message.content or "", choice.finish_reason) == ("", "length")
+            assert [call.function.arguments for call in choice.message.tool_calls or []] == arguments
+    served.script.reason = "stop"  # a token that the request wants to stop at
+    for choice in (served.ask(text[:first], **fields), assembled(served, text[:first], **fields)):
+        assert [call.function.arguments for call in choice.message.tool_calls] == ['{"city": "Os']
+        assert not choice.message.content
 
 
 def test_a_conversation_goes_on_with_a_result(served: Served) -> None:
@@ -164,12 +213,37 @@ def test_an_answer_that_must_call_is_read_by_its_grammar(served: Served, choice:
         assert [call.function.name for call in found.message.tool_calls] == [call["name"] for call in calls]
 
 
-def test_a_template_that_ignores_tools_is_an_error(demo_model_path: Path, tmp_path: Path) -> None:
-    """It is a 400, unless no tool may be called: then there is nothing to ignore."""
+def test_tools_are_told_where_the_template_has_none(demo_model_path: Path, tmp_path: Path) -> None:
+    """In a system message behind the client's own, with a warning; calls are forced, or read as that message says.
+
+    docs: api
+    """
     path = without_tools(demo_model_path, tmp_path / "model")
     with scripted(path) as (url, script), OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
-        served = Served("none", client, script)
-        with pytest.raises(openai.BadRequestError, match="chat template ignores tools"):
-            served.ask("", tools=[WEATHER])
-        assert served.ask("Hello", tools=[WEATHER], tool_choice="none").message.content == "Hello"
-        assert "get_weather" not in script.prompt()
+        served = Served("hermes", client, script)
+        system, user = {"role": "system", "content": "Be brief."}, ASKED["messages"][0]
+        asked: dict[str, Any] = {"tools": [WEATHER, SEARCH], "messages": [system, user]}
+        forced = json.dumps([{"name": "get_weather", "parameters": ARGUMENTS}])
+        for text, choice in ((served.call(), "auto"), (forced, "required")):
+            found, (streamed, _) = (
+                served.ask(text, **asked, tool_choice=choice), served.stream(text, **asked, tool_choice=choice),
+            )  # fmt: skip
+            for each in (found, streamed):
+                (call,) = each.message.tool_calls
+                assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", ARGUMENTS)
+                assert (each.message.content or "", each.finish_reason) == ("", "tool_calls")
+            prompt = script.prompt()
+            places = [prompt.index(word) for word in ("Be brief.", "The weather of a city.", "search", "Rain in Oslo?")]
+            assert places == sorted(places)
+        raw = client.chat.completions.with_raw_response.create(**{**ASKED, **asked})
+        assert "has no tools" in raw.headers["x-warmpath-warning"]
+        raw = client.chat.completions.with_raw_response.create(**ASKED)
+        assert "x-warmpath-warning" not in raw.headers
+        # what it called goes back in the same form, and a prompt without permission to call is the same
+        result = {"role": "tool", "tool_call_id": call.id, "content": "Heavy rain."}
+        turn = [system, user, found.message.model_dump(exclude_none=True), result]
+        assert served.ask("It does.", **{**asked, "messages": turn}).message.content == "It does."
+        assert script.prompt().startswith(prompt.removesuffix("\n"))
+        assert "<tool_call>" in script.prompt().split("Rain in Oslo?")[1] and "Heavy rain." in script.prompt()
+        assert served.ask("Hello", **asked, tool_choice="none").message.content == "Hello"
+        assert script.prompt() == prompt

@@ -188,6 +188,55 @@ def test_a_template_that_takes_everything_gets_it_as_it_is(demo_model_path: Path
     assert shown.render([S, U, V, T, A, B]).text == told
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        "false",
+        "m.role == 'system'",
+        "m.role == 'system' and not loop.first",
+        "m.role == 'tool' or m.tool_calls",
+        "m.role not in ('user', 'assistant') or (m.role == 'user') != (loop.index0 % 2 == 0)",
+    ],
+)
+def test_tools_are_told_by_a_message_where_the_template_leaves_them_out(
+    refused: str, demo_model_path: Path, tmp_path: Path
+) -> None:
+    """Before the user's words, whatever else the template refuses; later calls have the form that the message wants."""
+    shown = made(refusing(refused).replace(TOOLS, ""), demo_model_path, tmp_path)
+    assert (shown.reads_tools, shown.tells_tools) == (True, True)
+    assert REPAIRS["tools_as_text"].said in shown.notes
+    parameters = {"type": "object", "properties": {"size": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "find", "description": "Looks.", "parameters": parameters}}
+    turns = [
+        said("user", "Where?"),
+        said("assistant", "", call("call_12345", "find", size=7)),
+        R,
+        said("user", "Thanks."),
+    ]
+    begun, whole = (
+        shown.render([S, *messages], [tool], add_generation_prompt=False) for messages in (turns[:1], turns)
+    )
+    words = [
+        "s",
+        "find",
+        "Looks.",
+        "size",
+        "<tool_call>",
+        "Where?",
+        "<tool_call>",
+        '"size": 7',
+        "</tool_call>",
+        "Thanks.",
+    ]
+    at = 0
+    for word in words:
+        at = whole.text.index(word, at) + len(word)
+    assert whole.text.startswith(begun.text)
+    assert "Looks." in begun.system_text and "Where?" not in begun.system_text
+    assert "Looks." not in shown.render([S, *turns]).text
+    assert "<tool_call>" not in shown.render([S, U]).text
+
+
 def test_a_tool_without_description_and_parameters_gets_empty_ones(demo_model_path: Path, tmp_path: Path) -> None:
     function = "t.function.name + t.function.description }}{{ t.function.parameters.properties | tojson"
     template = f"{{% for t in tools or [] %}}{{{{ {function} }}}}{{% endfor %}}{CALLS}{PLAIN}"

@@ -15,14 +15,14 @@ from serve_app.api.request import reasoning_fields
 from serve_app.errors import InvalidRequest
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs"})
+_PART_FIELDS = frozenset({"type", "text", "logprobs"})
 _ITEM_FIELDS = {
     "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
     "function_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "arguments", "caller"}),
     "function_call_output": frozenset({"type", "id", "status", "call_id", "output", "name", "namespace", "caller"}),
     "custom_tool_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "input", "caller"}),
     "custom_tool_call_output": frozenset({"type", "id", "status", "call_id", "output", "name", "namespace", "caller"}),
-    "reasoning": frozenset({"content", "summary"}),
+    "reasoning": frozenset({"type", "id", "status", "content", "summary"}),
 }
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
@@ -47,6 +47,7 @@ def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dic
             raise InvalidRequest(f"{path} must be an object: a message, or a call's.", param=path)
         kind = kind_of(item)
         if kind == "reasoning":
+            ignored.update(_unread(item, kind))  # also what only another server can decrypt
             told = item.get("content") or item.get("summary") or []
             reasoning += joined(told, f"{path}.content", ignored, kinds=RESPONSE_PARTS)
             continue

@@ -10,6 +10,7 @@ from serve_app.api.openai.caching import take_marks
 from serve_app.api.openai.request import (
     BOUNDED,
     INSTEAD,
+    MAX_TOKENS,
     REFUSED,
     Effort,
     GenerationBody,
@@ -116,21 +117,35 @@ class ResponseAllowedChoice(JsonBody):
 
 
 class ReasoningConfig(JsonBody):
-    """Whether the model thinks. ``summary`` and other fields change nothing: reasoning is returned in full."""
+    """Whether the model thinks. ``summary`` changes nothing: reasoning is returned in full."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
 
     effort: Effort = None
     summary: str | None = None
 
 
 class TextConfig(JsonBody):
-    """The form of the text. ``verbosity`` changes nothing."""
+    """The form of the text."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
     format: Annotated[dict[str, Any] | None, Must("an object with type")] = None
     verbosity: str | None = None
 
+    @property
+    def repeated(self) -> dict[str, Any]:
+        """What an answer repeats of it."""
+        form = self.format or _NO_FORMAT
+        if form.get("type") == "json_schema":
+            form = {"description": None, "strict": False, **form}
+        return {"format": form, **({"verbosity": self.verbosity} if self.verbosity else {})}
+
 
 class ResponseStreamOptions(StreamOptions):
-    """Options of a stream. ``include_obfuscation`` changes nothing: events get no padding."""
+    """Options of a stream. Events get no padding."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_obfuscation: bool | None = None
 
@@ -141,10 +156,7 @@ _FIELDS = (*ITEM_PATHS, *(f"tools[].{name}" for name in ResponseTool.model_field
 class ResponsesBody(GenerationBody):
     """The body of ``POST /v1/responses``."""
 
-    without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect - {"store"} | {
-        "max_tool_calls",
-        "client_metadata",
-    }
+    without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect - {"store"} | {"client_metadata"}
     bounded: ClassVar[Mapping[str, int]] = {**BOUNDED, "input": 1 << 17, "tools": MAX_TOOL_VALUES, "text": 1 << 14}
     refused: ClassVar[Refused] = {
         **REFUSED,
@@ -205,6 +217,9 @@ class ResponsesBody(GenerationBody):
         ),
     ] = Field("auto", description="whether the model may or must call, and which tool")
     parallel_tool_calls: bool = Field(True, description="false: the answer ends with its first call")
+    max_tool_calls: Annotated[int | None, Field(ge=0, le=MAX_TOKENS), Whole] = Field(
+        None, description="no effect: it counts calls that a server makes itself; returned unchanged"
+    )
 
     @property
     def grammar(self) -> Grammar | None:
@@ -235,10 +250,7 @@ class ResponsesBody(GenerationBody):
             raise InvalidRequest(f'logprob_token_ids needs include: ["{LOGPROBS}"].', param="logprob_token_ids")
         if told and self.tools and self.tool_choice != "none":
             raise InvalidRequest(f"{LOGPROBS} does not go with tools: a call's tokens have none here.", param="include")
-        ignored = {
-            f"tools[].{name}" for tool in self.tools for part in (tool, *tool.tools) for name in part.model_extra or ()
-        }
-        ignored.update(f"tools[].{tool.type}" for tool in self.tools if tool.type not in RESPONSE_TOOLS.read)
+        ignored = {f"tools[].{tool.type}" for tool in self.tools if tool.type not in RESPONSE_TOOLS.read}
         if self.stream_options is not None and self.stream_options.continuous_usage_stats is not None:
             ignored.add("stream_options.continuous_usage_stats")
         before, given = list(earlier or ()), items or self.items
@@ -281,18 +293,21 @@ class ResponsesBody(GenerationBody):
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata,
+            "frequency_penalty": self.frequency_penalty,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "presence_penalty": self.presence_penalty,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
             "prompt_cache_options": self.prompt_cache_options
             and self.prompt_cache_options.model_dump(exclude_none=True),
             "prompt_cache_retention": self.prompt_cache_retention,
-            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+            "reasoning": {"effort": self.reasoning.effort, "summary": self.reasoning.summary},
             "safety_identifier": self.safety_identifier,
             "service_tier": self.service_tier,
             "temperature": self.temperature,
-            "text": {"format": self.text.format or _NO_FORMAT},
+            "text": self.text.repeated,
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
             "tools": [tool.model_dump(include=_SHOWN.get(tool.type, {"type"})) for tool in self.tools],
             "top_logprobs": self.top_logprobs,

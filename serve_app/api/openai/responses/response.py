@@ -17,6 +17,7 @@ from serve_app.api.format import (
     Choice,
     ToldToken,
     Usage,
+    are_whole,
     named_event,
 )
 from serve_app.api.json_body import JsonBody, Must
@@ -39,9 +40,11 @@ class ResponsesFormat:
         output = [items.reasoning(choice.reasoning)] if choice.reasoning else []
         if choice.text or not (choice.calls or output):
             output.append(items.message(choice.text, choice.logprobs or ()))
-        output += [items.call(call.call_id, call.name, call.arguments) for call in choice.calls]
-        if choice.finish_reason == "length":
+        if choice.finish_reason == "length" and not choice.calls:
             output[-1]["status"] = "incomplete"
+        for call in choice.calls:
+            output.append(items.call(call.call_id, call.name, call.arguments))
+            output[-1]["status"] = "incomplete" if call.cut else "completed"
         self.response = _response(head, output, choice.finish_reason, usage)
         return self.response
 
@@ -59,6 +62,16 @@ class ReplayQuery(JsonBody):
     starting_after: Annotated[int, Field(ge=0, le=2**31, strict=False)] | None = None
 
 
+_NEWER: Mapping[str, Any] = {
+    "completed_at": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tool_calls": None
+}  # fmt: skip
+
+
+def complete(response: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored response with all fields, also those that an older release did not have."""
+    return {**_NEWER, **response}
+
+
 def replayed(response: Mapping[str, Any], starting_after: int | None) -> bytes:
     """Return the events of a stored response, with each item's text in one delta.
 
@@ -67,6 +80,7 @@ def replayed(response: Mapping[str, Any], starting_after: int | None) -> bytes:
     """
     stream = _Stream(AnswerHead("", 0, ""), ResponsesFormat())
     begun = {**response, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    begun["completed_at"] = None
     events = stream.event("response.created", response=begun) + stream.event("response.in_progress", response=begun)
     events += b"".join(map(stream.whole_item, response["output"]))
     skipped = 0 if starting_after is None else starting_after + 1
@@ -140,7 +154,8 @@ class _Stream:
         if isinstance(event, CallArguments):
             self._parts.append(event.json)
             return self._item_event("response.function_call_arguments.delta", delta=event.json)
-        return b""  # the event that closes the item has its status
+        cut = event.cut and not are_whole("".join(self._parts))
+        return self._close("incomplete" if cut else "completed")
 
     def whole_item(self, item: dict[str, Any]) -> bytes:
         """Add a complete item at once."""
@@ -231,6 +246,7 @@ def _response(
         "id": f"resp_{head.answer_id}",
         "object": "response",
         "created_at": head.created_s,
+        "completed_at": None if reason is None or cut else int(head.now_s()),
         "status": "in_progress" if reason is None else "incomplete" if cut else "completed",
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,

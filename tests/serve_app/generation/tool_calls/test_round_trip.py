@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from typer.testing import CliRunner
 
-from serve_app.api.format import Choice
+from serve_app.api.format import ApiFinishReason, Choice, are_whole
 from serve_app.api.openai.request import parse_chat
 from serve_app.api.request import ToolUse
 from serve_app.cli.main import app
@@ -18,7 +18,7 @@ from serve_app.errors import InvalidRequest
 from serve_app.generation.answer import Piece
 from serve_app.generation.tool_calls import round_trip
 from serve_app.generation.tool_calls.call_reader import CallReader, WholeChoice
-from serve_app.generation.tool_calls.formats import FORMATS
+from serve_app.generation.tool_calls.formats import FORMATS, ToolFormat, json_list
 from serve_app.generation.tool_calls.marked import json_of
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.generation.tool_calls.round_trip import found_parser
@@ -68,13 +68,14 @@ def families(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
     }
 
 
-def read(family: str, text: str, cuts: list[int]) -> Choice:
-    written, whole = FORMATS[family], WholeChoice()
-    reader = CallReader(written.reading, lambda name: written.make_id(name, 0), SCHEMAS)
+def read(family: str, text: str, cuts: list[int], reason: ApiFinishReason = "stop") -> Choice:
+    """Read a text in pieces. ``family``: "forced" for the form of answers that must call."""
+    written, whole = FORMATS.get(family, ToolFormat(json_list)), WholeChoice()
+    reader = CallReader(written.reading, lambda name: written.make_id(name, 0), SCHEMAS, forced=family == "forced")
     ends = [0, *sorted(cuts), len(text)]
     for at, end in enumerate(ends[1:], 1):
         for piece in reader.split(
-            Piece(0, text[ends[at - 1] : end], finish_reason="stop" if at + 1 == len(ends) else None)
+            Piece(0, text[ends[at - 1] : end], finish_reason=reason if at + 1 == len(ends) else None)
         ):
             whole.add(piece)
     return whole.choice()
@@ -160,6 +161,37 @@ def test_calls_come_back_as_the_template_writes_them(
         part.text,
         [call.arguments for call in part.calls],
     )
+
+
+@pytest.mark.parametrize("family", [*WRITTEN, "forced"])
+@given(made=calls, data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+def test_a_call_that_the_length_cuts_is_told_as_far_as_it_came(
+    family: str, made: list[tuple[str, dict[str, Any]]], data: st.DataObject, families: Families
+) -> None:
+    """Wherever the text is cut: calls of the right names, the last one's arguments begun, and none of its text shown.
+
+    docs: api
+    """
+    made = [(name, {key: unmarked(value, family) for key, value in arguments.items()}) for name, arguments in made]
+    if family == "forced":
+        text = json.dumps([{"name": name, "parameters": arguments} for name, arguments in made])
+    else:
+        text = turn_of(families[family], family, made)
+    whole = read(family, text, [])
+    short = text[: data.draw(st.integers(0, len(text) - 1))]
+    cut = read(family, short, data.draw(st.lists(st.integers(0, len(short)), max_size=6)), "length")
+    assert cut.finish_reason == "length"
+    assert [call.name for call in cut.calls] == [call.name for call in whole.calls][: len(cut.calls)]
+    for call, full in zip(cut.calls, whole.calls, strict=False):
+        assert full.arguments.startswith(call.arguments)
+        assert call.cut == (not are_whole(call.arguments))
+    assert not any(call.cut for call in cut.calls[:-1])
+    opening = cut.text.strip()  # half of the mark that begins a call may be text
+    assert text.strip().startswith(opening)
+    assert "{" not in opening and made[0][0][:3] not in opening and len(opening) < 28
+    begun = text.find(made[0][0]) + len(made[0][0]) + 40
+    assert cut.calls or len(short) < begun
 
 
 @every_family
