@@ -34,6 +34,9 @@ _TYPES = {
     529: "overloaded_error",
 }
 
+_STARTED_WITH = {"cache_creation", "service_tier", "inference_geo"}
+"""Parts of usage that a stream tells only at its start."""
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -62,6 +65,7 @@ def anthropic_model(model: dict[str, Any]) -> dict[str, Any]:
         "display_name": model["id"],
         "created_at": _moment(datetime.fromtimestamp(model["created"], UTC)),
         "lifecycle": "active",
+        "capabilities": None,
         "max_input_tokens": model["max_model_len"],
         "max_tokens": model["max_model_len"],
     }
@@ -96,16 +100,10 @@ class MessagesFormat:
             thought = choice.reasoning if head.shows_reasoning else ""
             content.append({"type": "thinking", "thinking": thought, "signature": head.answer_id})
         if choice.text:
-            content.append({"type": "text", "text": choice.text})
-        content += [
-            {
-                "type": "tool_use",
-                "id": _shown_id(call.call_id),
-                "name": call.name,
-                "input": _as_far_as(call.arguments) if call.cut else msgspec.json.decode(call.arguments),
-            }
-            for call in choice.calls
-        ]
+            content.append(_text_block(choice.text))
+        for call in choice.calls:
+            made = _as_far_as(call.arguments) if call.cut else msgspec.json.decode(call.arguments)
+            content.append(_tool_use_block(call.call_id, call.name, made))
         return {
             **message_head(head, usage, self._compare),
             "content": content,
@@ -133,13 +131,13 @@ class _Stream:
     def opening(self, index: int, usage: Usage) -> bytes:
         message = {
             **message_head(self._head, usage, self._compare),
-            "content": [], "stop_reason": None, "stop_sequence": None,
+            "content": [], "stop_reason": None, "stop_sequence": None, "stop_details": None,
         }  # fmt: skip
         self._diagnostics = message["diagnostics"]
         return _event("message_start", message=message)
 
     def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
-        begun = b"" if self._open == "text" else self._begin({"type": "text", "text": ""})
+        begun = b"" if self._open == "text" else self._begin(_text_block(""))
         return begun + self._delta({"type": "text_delta", "text": text})
 
     def reasoning(self, index: int, text: str) -> bytes:
@@ -151,8 +149,7 @@ class _Stream:
 
     def call(self, index: int, event: CallEvent) -> bytes:
         if isinstance(event, CallBegun):
-            block = {"type": "tool_use", "id": _shown_id(event.call_id), "name": event.name, "input": {}}
-            return self._begin(block)
+            return self._begin(_tool_use_block(event.call_id, event.name, {}))
         if isinstance(event, CallArguments):
             return self._delta({"type": "input_json_delta", "partial_json": event.json})
         return self._end()
@@ -163,9 +160,10 @@ class _Stream:
 
     def usage(self, usage: Usage) -> bytes:
         """End the stream with the stop reason and usage, which is always included."""
-        shown = {name: value for name, value in _usage(usage).items() if name.endswith("_tokens")}
+        shown = {name: value for name, value in _usage(usage).items() if name not in _STARTED_WITH}
         told = {} if usage.cache_miss is None else {"diagnostics": _with_miss(self._diagnostics, usage)}
-        return _event("message_delta", delta=self._stop, usage=shown, **told) + _event("message_stop")
+        delta = {**self._stop, "container": None}
+        return _event("message_delta", delta=delta, usage=shown, **told) + _event("message_stop")
 
     def error(self, error: WarmpathError) -> bytes:
         """End with an event that holds the error."""
@@ -200,6 +198,7 @@ def message_head(head: AnswerHead, usage: Usage, compare: Compare) -> dict[str, 
         "type": "message",
         "role": "assistant",
         "model": head.model,
+        "container": None,
         "usage": _usage(usage),
         "diagnostics": _with_miss(compare(message_id, asked, usage), usage),
         **{name: value for name, value in head.repeated.items() if name != "diagnostics"},
@@ -218,7 +217,8 @@ def _stop(reason: ApiFinishReason, stop_sequence: str) -> dict[str, Any]:
     shown = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reason, "end_turn")
     if reason == "stop" and stop_sequence:
         shown = "stop_sequence"
-    return {"stop_reason": shown, "stop_sequence": stop_sequence if shown == "stop_sequence" else None}
+    told = stop_sequence if shown == "stop_sequence" else None
+    return {"stop_reason": shown, "stop_sequence": told, "stop_details": None}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -234,7 +234,9 @@ def _usage(usage: Usage) -> dict[str, Any]:
         },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        "server_tool_use": None,
         "service_tier": "standard",
+        "inference_geo": None,
     }
 
 
@@ -250,6 +252,15 @@ def _as_far_as(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return read if isinstance(read, dict) else {}
+
+
+def _text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _tool_use_block(call_id: str, name: str, made: dict[str, Any]) -> dict[str, Any]:
+    called = {"id": _shown_id(call_id), "name": name, "input": made, "caller": {"type": "direct"}}
+    return {"type": "tool_use", **called}
 
 
 def _shown_id(call_id: str) -> str:

@@ -44,7 +44,7 @@ def test_text_in_text_out(anthropic_client: Anthropic, script: Script) -> None:
     message = Message.model_validate_json(raw.http_response.content)
     assert raw.headers["request-id"] == raw.headers.get("x-request-id", "")
     assert message.id.startswith("msg_")
-    assert message.content[0].to_dict() == {"type": "text", "text": "It rains. "}
+    assert message.content[0].to_dict() == {"type": "text", "text": "It rains. ", "citations": None}
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "END")
     usage, ids = message.usage, script.asked[-1].token_ids
     assert (usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (16, 0)

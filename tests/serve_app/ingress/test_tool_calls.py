@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from openai import OpenAI
 
@@ -235,6 +236,15 @@ def test_tools_are_told_where_the_template_has_none(demo_model_path: Path, tmp_p
             prompt = script.prompt()
             places = [prompt.index(word) for word in ("Be brief.", "The weather of a city.", "search", "Rain in Oslo?")]
             assert places == sorted(places)
+        script.text = forced
+        flat = {"type": "function", **WEATHER["function"]}
+        response = client.responses.create(model="demo", input="Rain?", tools=[flat], tool_choice="required")  # type: ignore[list-item]
+        assert [item.type for item in response.output] == ["function_call"]
+        tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
+        fields = {"model": "demo", "max_tokens": 50, "messages": [user], "tools": [tool]}
+        message = httpx.post(f"{url}/v1/messages", json={**fields, "tool_choice": {"type": "any"}})
+        assert [block["type"] for block in message.json()["content"]] == ["tool_use"]
+        assert "has no tools" in message.headers["x-warmpath-warning"]
         raw = client.chat.completions.with_raw_response.create(**{**ASKED, **asked})
         assert "has no tools" in raw.headers["x-warmpath-warning"]
         raw = client.chat.completions.with_raw_response.create(**ASKED)

@@ -1,6 +1,6 @@
-"""Responses by the schemas of Open Responses' OpenAPI file, which the package `llm-comply` brings along.
+"""Answers by the schemas of Open Responses, OpenAI and Anthropic: the files that the package `llm-comply` brings along.
 
-OpenAI's own types make nearly every field optional, and so notice none that is missing.
+The types of OpenAI's own client make nearly every field optional, and so notice none that is missing.
 """
 
 import json
@@ -13,11 +13,15 @@ import llm_comply
 import pytest
 from llm_comply.schema import SpecLoader
 
+from serve_app.errors import GenerationFailed
 from serve_app.stored import open_database
 from tests.serve_app.ingress.scripted import BOUNDS, Script, scripted
 from tests.serve_app.tool_templates.families import SEARCH, WEATHER, call_text, family
 
-SPECIFICATION = SpecLoader(str(Path(llm_comply.__file__).parent / "specs/openresponses.json"))
+SPECIFICATION, OPENAI, ANTHROPIC = (
+    SpecLoader(str(Path(llm_comply.__file__).parent / f"specs/{name}.json"))
+    for name in ("openresponses", "openai_chat", "anthropic")
+)
 TOOLS = [{"type": "function", **tool["function"]} for tool in (WEATHER, SEARCH)]
 CALL = call_text("get_weather", {"city": "Oslo"}, "hermes")
 FORCED = '[{"name": "get_weather", "parameters": {"city": "Oslo"}}]'
@@ -116,3 +120,76 @@ def test_a_response_that_an_older_release_stored_has_the_newer_fields(served: tu
     old = {name: value for name, value in whole.items() if name not in ("completed_at", "max_tool_calls")}
     assert wrong(old) != [] and wrong(complete(old)) == []
     assert complete(whole) == whole
+
+
+def test_an_error_in_a_stream_is_the_specifications_event(served: tuple[httpx.Client, Script]) -> None:
+    http, script = served
+    script.clear()
+    script.text, script.fails = "It rains.", GenerationFailed("The engine is gone.")
+    *before, last = events_of(http.post("/v1/responses", json={"model": "demo", "input": "Rain?", "stream": True}).text)
+    assert wrong_in([*before, last]) == []
+    assert last["type"] == "error"
+
+
+MESSAGE = {"model": "demo", "max_tokens": 50, "messages": [{"role": "user", "content": "Rain?"}]}
+MESSAGE_EVENTS = {
+    "message_start": "MessageStartEvent", "message_delta": "MessageDeltaEvent", "message_stop": "MessageStopEvent",
+    "content_block_start": "ContentBlockStartEvent", "content_block_delta": "ContentBlockDeltaEvent",
+    "content_block_stop": "ContentBlockStopEvent",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize("text", ["It rains.", "Let me look. " + CALL])
+def test_messages_and_their_events_have_all_that_anthropics_schemas_want(
+    text: str, reason: Any, served: tuple[httpx.Client, Script]
+) -> None:
+    http, script = served
+    script.clear()
+    script.text, script.reason = text if reason == "stop" else text[: len(text) * 2 // 3], reason
+    tools = [{"name": "get_weather", "input_schema": {"type": "object"}}]
+    asked = {**MESSAGE, "tools": tools}
+    assert ANTHROPIC.validate(http.post("/v1/messages", json=asked).json(), "Message") == []
+    events = events_of(http.post("/v1/messages", json={**asked, "stream": True}).text)
+    assert {"message_start", "content_block_delta", "message_delta"} <= {each["type"] for each in events}
+    assert [said for each in events for said in ANTHROPIC.validate(each, MESSAGE_EVENTS[each["type"]])] == []
+
+
+def test_other_answers_of_anthropics_api_have_all_that_its_schemas_want(served: tuple[httpx.Client, Script]) -> None:
+    http, _ = served
+    count = {name: value for name, value in MESSAGE.items() if name != "max_tokens"}
+    assert (
+        ANTHROPIC.validate(http.post("/v1/messages/count_tokens", json=count).json(), "CountMessageTokensResponse")
+        == []
+    )
+    (model,) = http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()["data"]
+    assert ANTHROPIC.validate(model, "ModelInfo") == []
+    for body in (count, {**MESSAGE, "model": "nobody"}):
+        told = http.post("/v1/messages", json=body)
+        assert told.status_code in (400, 404)
+        assert ANTHROPIC.validate(told.json(), "ErrorResponse") == []
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize("text", ["It rains.", "Let me look. " + CALL])
+def test_chats_and_completions_have_all_that_openais_schemas_want(
+    text: str, reason: Any, served: tuple[httpx.Client, Script]
+) -> None:
+    http, script = served
+    script.clear()
+    script.text, script.reason = text if reason == "stop" else text[: len(text) * 2 // 3], reason
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    chat = {"model": "demo", "messages": MESSAGE["messages"], "tools": [WEATHER, SEARCH]}
+    told = http.post("/v1/chat/completions", json=chat).json()
+    assert OPENAI.validate(told, "CreateChatCompletionResponse") == []
+    assert told["choices"][0]["message"]["annotations"] == []
+    told = http.post("/v1/chat/completions", json={**chat, "tools": [], "logprobs": True}).json()
+    assert OPENAI.validate(told, "CreateChatCompletionResponse") == []
+    chunks = events_of(http.post("/v1/chat/completions", json={**chat, **streamed}).text)
+    found = [said for each in chunks for said in OPENAI.validate(each, "CreateChatCompletionStreamResponse")]
+    assert [said for said in found if "None is not" not in said] == []  # its nulls have a notation that is not read
+    completion = {"model": "demo", "prompt": "Rain?", "logprobs": 1}
+    told = http.post("/v1/completions", json=completion).json()
+    assert OPENAI.validate(told, "CreateCompletionResponse") == []
+    assert OPENAI.validate(http.get("/v1/models").json(), "ListModelsResponse") == []
+    assert OPENAI.validate(http.post("/v1/chat/completions", json={}).json(), "ErrorResponse") == []
