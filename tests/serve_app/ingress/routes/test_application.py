@@ -170,7 +170,7 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
         *(("POST", f"/v1/{path}", "in your application") for path in ("agents", "skills/s/versions", "sessions/s")),
         ("GET", "/v1/chat/completions/chatcmpl-1", "/v1/responses stores"),
         ("GET", "/v1/organization/admin_api_keys", "/v1/admin/keys"),
-        ("POST", "/v1/responses/compact", "in a shorter form"), ("POST", "/v1/uploads", "POST /v1/files"),
+        ("POST", "/v1/responses/compact", "ask for a summary"), ("POST", "/v1/uploads", "POST /v1/files"),
     ],
 )  # fmt: skip
 def test_a_route_of_the_apis_that_is_not_offered_says_why(method: str, path: str, why: str) -> None:
