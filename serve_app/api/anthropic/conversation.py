@@ -129,6 +129,8 @@ class ConversationReader:
         if kind == "thinking":
             if role != "assistant" or not isinstance(block.get("thinking"), str):
                 raise InvalidRequest(f"{path} must be from assistant, its thinking a string.", param=path)
+            if not block["thinking"] and block.get("signature"):  # the thought is sealed in it
+                self.ignored.add("messages[].content[].signature")
             self._reasoning += block["thinking"]
             return
         if (by := _BY.get(str(kind), role)) != role:

@@ -151,6 +151,7 @@ IN = "messages[].content[]"
         ([said("user", {**TEXT, **X})], f"{IN}.x"),
         ([said("user", {**TEXT, "citations": [{"type": "char_location"}]})], f"{IN}.citations"),
         ([said("assistant", {**THOUGHT, **X}, TEXT)], f"{IN}.x"),
+        ([said("assistant", {**THOUGHT, "thinking": ""}, TEXT)], f"{IN}.signature"),
         ([said("assistant", SEALED, TEXT)], f"{IN}.redacted_thinking"),
         ([said("assistant", {"type": "fallback", "from": X, "to": X}, TEXT)], f"{IN}.fallback"),
         ([said("assistant", {**USE, **X}), said("user", RESULT)], f"{IN}.x"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -307,6 +308,18 @@ def test_a_stream_builds_the_whole_answer(
     raw += stream.finish(0, reason, stop) + stream.usage(usage)
     whole = fresh_format().whole(HEAD, [Choice(text, reason, tuple(calls), stop_sequence=stop)], usage)
     assert built(raw) == whole
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_an_omitted_thought_leaves_an_empty_block(shown: bool) -> None:
+    """As from Anthropic with ``display`` omitted, whole and streamed; the answer follows it. (docs: api)"""
+    head, usage = replace(HEAD, shows_reasoning=shown), Usage(100, 7, 32)
+    whole = fresh_format().whole(head, [Choice("Yes.", "stop", reasoning="Hm.")], usage)
+    assert whole["content"][0] == {"type": "thinking", "thinking": "Hm." if shown else "", "signature": "1"}
+    stream = fresh_format().stream(head)
+    raw = stream.opening(0, usage) + stream.reasoning(0, "Hm.") + stream.text(0, "Yes.") + stream.finish(0, "stop")
+    assert (b'"thinking_delta"' in raw) == shown == (b"Hm." in raw)
+    assert raw.count(b'"content_block_start"') == 2 and b'"signature_delta"' in raw
 
 
 @given(
