@@ -95,7 +95,7 @@ class DiagnosticsBody(JsonBody):
     previous_message_id: Text256 = Field(None, description="the id of the answer to compare this request with")
 
 
-_FORMAT = {"type", "schema"}
+_FORMAT = {"type", "schema", "name"}
 _HARMLESS_EDITS = ({"type": "clear_thinking_20251015", "keep": "all"},)
 _INNER_FIELDS = (
     "context_management.edits",
