@@ -231,3 +231,16 @@ def harmony_bytes() -> dict[str, int]:
     from serve_app.tokenization.detokenizer import _byte_of_char
 
     return _byte_of_char()
+
+
+def test_a_call_that_the_length_cuts_is_told_as_far_as_it_came(client: OpenAI, served: tuple[str, Script]) -> None:
+    """With its name and the beginning of its arguments; nothing of it is text. (docs: api)"""
+    served[1].clear()
+    served[1].text, served[1].reason = THINKS + CALL[: CALL.index("Oslo") + 2], "length"
+    try:
+        choice = client.chat.completions.create(**ASKED, tools=[WEATHER], parallel_tool_calls=False).choices[0]  # type: ignore[list-item]
+    finally:
+        served[1].clear()
+    (call,) = choice.message.tool_calls or []
+    assert (choice.message.content, choice.finish_reason) == (None, "length")
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Os')  # type: ignore[union-attr]
