@@ -1,7 +1,8 @@
-"""A server that speaks the public forms of vLLM, SGLang or TensorRT-LLM, in a process of its own and without a model.
+"""A server that speaks the public forms of vLLM, SGLang or TensorRT-LLM, without a model; honest, or hostile if asked.
 
 Its tokens follow from those before them, so an answer that goes on elsewhere has the same ones. Its cache is the model
-of vLLM's pool. vLLM's forms are those of vLLM 0.32, SGLang's those of 0.5.23 (its wheel does not run on CPUs).
+of vLLM's pool. vLLM's forms are those of vLLM 0.32, SGLang's those of 0.5.23 (its wheel does not run on CPUs). It runs
+in a thread of the test (``doubles``), where ``Lie`` takes its words, or in a process of its own (``processes``).
 
 `python -m tests.harness.worker_double --port P --events P --replay P [--kind vllm|sglang|tensorrt_llm] ...`
 """
@@ -13,8 +14,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,10 @@ from tests.router.vllm_events.pool_model import PoolModel, Publisher, encode
 
 ROOT = Path(__file__).parents[2]
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Lie = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
+"""Answers a request in place of the honest handler, which it may ask."""
+
 
 def following(tokens: list[int], vocab: int) -> int:
     """Return the only token that follows these, never the lowest 16, which may be special."""
@@ -43,6 +49,10 @@ class Double:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.lies: dict[str, Lie] = {}
+        """By path."""
+        self.asked: list[tuple[str, dict[str, str], bytes]] = []
+        """Path, headers and body of all requests."""
         self.pool = PoolModel(options.blocks, options.block_size)
         self.running = 0
         self.loras: dict[str, str] = {}
@@ -57,7 +67,7 @@ class Double:
             self.tokenizer = Tokenizer.from_file(options.tokenizer)
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=64 << 20, middlewares=[self.with_key])
+        app = web.Application(client_max_size=64 << 20, middlewares=[self.with_key, self.with_lies])
         get, post = web.get, web.post
         app.add_routes([get("/v1/models", self.models), get("/version", self.version), get("/health", self.health)])
         app.add_routes(
@@ -80,6 +90,12 @@ class Double:
         ):
             return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)  # type: ignore[no-any-return]
+
+    @web.middleware
+    async def with_lies(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.asked.append((request.path, dict(request.headers), await request.read()))
+        lie = self.lies.get(request.path)
+        return await (handler(request) if lie is None else lie(request, handler))  # type: ignore[no-any-return]
 
     async def models(self, _: web.Request) -> web.Response:
         owner = self.options.owner or self.options.kind
@@ -292,26 +308,103 @@ class Process:
         self.process.send_signal(signal.SIGSTOP if stop else signal.SIGCONT)
 
 
+class Here:
+    """A double in a thread of this process: it starts within milliseconds, and lies if asked to."""
+
+    def __init__(self, options: dict[str, Any], port: int, events: int, replay: int) -> None:
+        self.options, self.port, self.events, self.replay = options, port, events, replay
+        self.url = f"http://127.0.0.1:{port}"
+        self.entry = f"{self.url}?events={events}&replay={replay}"
+        self.double: Double | None = None
+        self.lies: dict[str, Lie] = {}
+        """By path; they outlive a restart."""
+
+    @property
+    def asked(self) -> list[tuple[str, dict[str, str], bytes]]:
+        """What this double was asked since its start."""
+        assert self.double is not None
+        return self.double.asked
+
+    def start(self, **changed: Any) -> None:
+        """Start it, with an empty cache, and wait until it answers."""
+        options = {**DEFAULTS, "port": self.port, "events": self.events, "replay": self.replay}
+        self.double = double = Double(argparse.Namespace(**{**options, **self.options, **changed}))
+        double.lies = self.lies
+        self._loop = asyncio.new_event_loop()
+        self._runner = web.AppRunner(double.app(), shutdown_timeout=0.0)
+        listening = threading.Event()
+
+        def run() -> None:
+            asyncio.set_event_loop(self._loop)
+            self._loop.run_until_complete(self._runner.setup())
+            site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+            self._loop.run_until_complete(site.start())
+            listening.set()
+            self._loop.run_forever()
+            self._loop.close()
+
+        self._thread = threading.Thread(target=run, name="worker-double", daemon=True)
+        self._thread.start()
+        assert listening.wait(60)
+
+    def kill(self) -> None:
+        """Break off all connections, and forget everything."""
+        if self.double is None:
+            return
+
+        async def end() -> None:
+            for connection in list(self._runner.server.connections if self._runner.server else ()):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await self._runner.cleanup()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            await asyncio.sleep(0)
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(60)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        if self.double.publisher is not None:
+            self.double.publisher.stop()
+        self.double = None
+
+
 @contextmanager
-def doubles(count: int, **options: Any) -> Iterator[list[Process]]:
-    """Run some doubles until the block ends."""
+def doubles(count: int, **options: Any) -> Iterator[list[Here]]:
+    """Run some doubles in threads until the block ends."""
+    with _started(Here, count, options) as made:
+        yield made
+
+
+@contextmanager
+def processes(count: int, **options: Any) -> Iterator[list[Process]]:
+    """Run some doubles in processes of their own until the block ends."""
+    with _started(Process, count, options) as made:
+        yield made
+
+
+@contextmanager
+def _started(kind: Callable[..., Any], count: int, options: dict[str, Any]) -> Iterator[list[Any]]:
     with ExitStack() as stack:
         ports = [stack.enter_context(held_port()) for _ in range(3 * count)]
-        made = [Process(options, *three) for three in zip(ports[::3], ports[1::3], ports[2::3], strict=True)]
+        made = [kind(options, *three) for three in zip(ports[::3], ports[1::3], ports[2::3], strict=True)]
         for double in made:
             stack.callback(double.kill)
             double.start()
         yield made
 
 
+DEFAULTS: dict[str, Any] = {
+    "port": 0, "events": 0, "replay": 0, "kind": "vllm", "owner": "", "model": "demo", "key": "", "tokenizer": "",
+    "blocks": 400, "block_size": 16, "vocab": 300, "token_s": 0.002, "prefill_s": 0.0, "lies": 0, "untold": 0,
+    "unsalted": 0, "other_tokenizer": 0, "silent": 0, "old": 0,
+}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, default in {
-        "port": 0, "events": 0, "replay": 0, "kind": "vllm", "owner": "", "model": "demo", "key": "", "tokenizer": "",
-        "blocks": 400, "block-size": 16, "vocab": 300, "token-s": 0.002, "prefill-s": 0.0, "lies": 0, "untold": 0,
-        "unsalted": 0, "other-tokenizer": 0, "silent": 0, "old": 0,
-    }.items():  # fmt: skip
-        parser.add_argument(f"--{name}", default=default, type=type(default))
+    for name, default in DEFAULTS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, type=type(default))
     options = parser.parse_args()
     web.run_app(Double(options).app(), host="127.0.0.1", port=options.port, print=None, handle_signals=False)
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.common.server import instance
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from tests.harness.worker_double import Process, doubles
+from tests.harness.worker_double import Process, processes
 from tests.integration.conftest import HTTP, alone, cache_state, eventually, explained, metric, wait_until_cached
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -65,7 +65,7 @@ def test_no_answer_is_lost_while_servers_die_return_empty_and_join(demo_model_pa
     """Answers stay those of one undisturbed server, and what is predicted of a returned one is right again."""
     file, vocab = tmp_path / "workers", load_checkpoint_info(demo_model_path).vocab_size
     tokenizer = str(demo_model_path / "tokenizer.json")
-    with doubles(3, vocab=vocab, tokenizer=tokenizer, token_s=0.01, blocks=2000) as servers:
+    with processes(3, vocab=vocab, tokenizer=tokenizer, token_s=0.01, blocks=2000) as servers:
         first, second, later = servers
         file.write_text(f"{first.entry}\n{second.entry}\nhttp://127.0.0.1:9\n")
         with alone(instance("--engine", "remote", "--worker", f"file:{file}", "--model", "demo")) as url:

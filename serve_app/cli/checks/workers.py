@@ -3,16 +3,16 @@
 import asyncio
 import socket
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-
-import aiohttp
 
 from serve_app.checkpoints.sources import resolve_model
 from serve_app.cli.checks.finding import Finding, Look, problem
 from serve_app.config.app import AppConfig
 from serve_app.config.workers import listed
+from serve_app.engine.remote.reading import WorkerHttp
 from serve_app.engine.remote.servers import Unfit, WorkerFacts, check_name, check_tokenizer, facts_of
 from serve_app.tenants import worker_key
 
@@ -25,8 +25,7 @@ def asked(settings: AppConfig, tokenizer: str = "") -> dict[str, WorkerFacts | s
     key = worker_key(settings.worker_key_file)
 
     async def ask() -> dict[str, WorkerFacts | str]:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with aiohttp.ClientSession(headers=headers) as http:
+        async with aclosing(WorkerHttp(key)) as http:
 
             async def one(url: str) -> WorkerFacts | str:
                 try:

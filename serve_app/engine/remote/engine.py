@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 from msgspec import structs
 
@@ -40,20 +39,18 @@ from serve_app.engine.protocol import (
     UnknownAdapter,
     prompt_outputs,
 )
+from serve_app.engine.remote.adapters import AdapterLoads, Names
+from serve_app.engine.remote.answers import Busy, Part, WorkerGone
+from serve_app.engine.remote.asking import parts_of
+from serve_app.engine.remote.reading import WorkerHttp, shown
 from serve_app.engine.remote.servers import (
-    PROBE_TIMEOUT,
-    Part,
     Unfit,
     WorkerFacts,
     check_model,
-    events_of,
     facts_of,
     openai_body,
-    openai_part,
-    prompt_logprobs,
     requests_there,
     sglang_body,
-    sglang_part,
     tokenizer_of,
 )
 from serve_app.engine.remote.settings import RemoteSettings
@@ -74,7 +71,12 @@ TRIAL_S = 60.0
 """Most time for the trial, whoever else waits at the worker."""
 
 _LABELS = (("engine", "remote"),)
-_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+AWAY = "The model's server takes no requests now; send the request again."
+BROKEN_OFF = "The model's server broke off this answer; send the request again."
+FULL = "The model's server is full; send the request again later."
+"""What clients are told, since a server's address and its words are for operators."""
+
 OFF: frozenset[Capability] = frozenset(CAPABILITIES) - ENGINES["remote"].can
 
 ClaimWorker = Callable[[Sequence[str], str], str]
@@ -86,49 +88,11 @@ def first_of(urls: Sequence[str], mine: str) -> str:
     return mine if mine in urls else next(iter(urls), "")
 
 
-class WorkerGone(Exception):
-    """The worker broke off an answer, or does not take requests: another replica can go on."""
-
-
-class Busy(Exception):
-    """The worker's own queue is full."""
-
-
-def refusal(url: str, status: int, body: bytes) -> Exception:
-    """Return the error for a server's refusal."""
-    why = body.decode(errors="replace").strip()[:500]
-    with suppress(msgspec.DecodeError, AttributeError):
-        told = msgspec.json.decode(body)
-        why = str((told.get("error") or told).get("message") or why)
-    if status in (429, 503):
-        return Busy(f"{url} is full: {why}")
-    if status >= 500 or status in (401, 403):
-        return WorkerGone(f"{url} fails: {why}")
-    return ValueError(why)
-
-
 @dataclass(slots=True, eq=False)
 class RemoteRequest(LiveRequest):
     """``unsure_s``: the time of a prefill whose tokens are not known before the end, 0 for others."""
 
     unsure_s: float = 0.0
-
-
-class _Names:
-    """Adapters by name: the server has their weights, or loads them at their first request."""
-
-    def __init__(self) -> None:
-        self._keys: dict[str, None] = {}
-
-    @property
-    def loaded(self) -> tuple[str, ...]:
-        return tuple(self._keys)
-
-    def load(self, spec: AdapterSpec) -> None:
-        self._keys[spec.key] = None
-
-    def unload(self, key: str) -> bool:
-        return key in self._keys and self._keys.pop(key) is None
 
 
 class RemoteEngine(ExternalEngine):
@@ -157,13 +121,13 @@ class RemoteEngine(ExternalEngine):
         self._seen_connections = 0
         self._others = (0, 0)
         self._last_first_s = self._heard_s = 0.0
-        self._names = _Names()
-        self._loading = asyncio.Lock()
+        self._names = Names()
         self._loaded: dict[str, str] = {}
         """Keys of the adapters that this worker has under their names."""
+        self._loads = AdapterLoads(self._loaded)
 
     @property
-    def adapters(self) -> _Names:
+    def adapters(self) -> Names:
         """The adapters that requests may name."""
         return self._names
 
@@ -285,10 +249,7 @@ class RemoteEngine(ExternalEngine):
     # The seat.
 
     async def _begin_attending(self) -> None:
-        headers = {"Authorization": f"Bearer {self.settings.key}"} if self.settings.key else {}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
-        self._http = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
+        self._http = WorkerHttp(self.settings.key)
         self._attending = self._loop.create_task(self._attend())
 
     async def _attend(self) -> None:
@@ -339,7 +300,7 @@ class RemoteEngine(ExternalEngine):
             self._facts = facts
         asked_s = time.monotonic()
         try:
-            async with self._http.get(f"{worker.url}/health", timeout=HEALTH_TIMEOUT) as answer:
+            async with self._http.ask(f"{worker.url}/health", within=HEALTH_TIMEOUT) as answer:
                 lives = answer.status < 500
         except TimeoutError:
             if self._heard_s >= asked_s:  # it is late, but sends tokens
@@ -350,7 +311,7 @@ class RemoteEngine(ExternalEngine):
         except (aiohttp.ClientError, OSError):
             lives = False
         if lives:
-            running, waiting = await requests_there(self._http, worker.url)
+            running, waiting = await requests_there(self._http, worker.url, HEALTH_TIMEOUT)
             with self._lock:
                 own = len(self._load.live)
                 self._others = (running, waiting) if running + waiting > own else (0, 0)
@@ -451,10 +412,11 @@ class RemoteEngine(ExternalEngine):
             self._loop.run_in_executor(None, far.stop)
         self._facts, self._out = None, why
         self._loaded.clear()
+        self._loads.forget()
         with self._lock:
             requests = list(self._load.live.values())
         for live in requests:
-            self._end(live, "error", error="unavailable", message=why)
+            self._end(live, "error", error="unavailable", message=AWAY)
             if live.task is not None:
                 live.task.cancel()
 
@@ -482,7 +444,8 @@ class RemoteEngine(ExternalEngine):
     async def _generate(self, live: RemoteRequest, known: int) -> None:
         worker, facts, far, request = self._worker, self._facts, self._far, live.request
         if worker is None or facts is None:
-            raise WorkerGone(self._out)
+            self._end(live, "error", error="unavailable", message=AWAY)
+            return
         again = 0
         if request.grammar and request.resumed_tokens:
             # The server's grammar cannot begin in the middle: the answer is computed again, with the same seed.
@@ -516,7 +479,7 @@ class RemoteEngine(ExternalEngine):
             raise WorkerGone(f"{worker.url} broke off an answer")
         reason = _FINISH.get(finish)
         if reason is None:
-            raise WorkerGone(f"{worker.url} ended an answer with {finish!r}")
+            raise WorkerGone(f"{worker.url} ended an answer with {shown(finish, 40)!r}")
         followed = request.reads_kv and not again and self._far is far
         if told is not None and followed and far.follower is not None:
             far.judge(known, told)
@@ -524,40 +487,17 @@ class RemoteEngine(ExternalEngine):
             far.computed(time.monotonic())
         self._finish(live, reason, told)
 
-    async def _parts(self, worker: Worker, facts: WorkerFacts, request: EngineRequest) -> AsyncIterator[Part]:
-        """Yield a request's parts. Raises WorkerGone, and ValueError for what the server refuses."""
+    def _parts(self, worker: Worker, facts: WorkerFacts, request: EngineRequest) -> AsyncIterator[Part]:
+        """Send a request, and return its parts. Raises ValueError for what the server does not have."""
         salt, words = request.root[:HASH_BYTES].hex(), self._bad_words(request)
-        sglang = facts.kind == "sglang"
-        body = (sglang_body if sglang else openai_body)(request, facts, salt, words)
+        body = (sglang_body if facts.kind == "sglang" else openai_body)(request, facts, salt, words)
         if request.order and self._priority:
             body["priority"] = request.order
-        path, had = "/generate" if sglang else "/v1/completions", 0
-        sampling = request.sampling
-        most = None if sampling.logprob_token_ids else sampling.logprobs
-        try:
-            async with self._http.post(
-                f"{worker.url}{path}", data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}
-            ) as answer:
-                if answer.status != 200:
-                    raise refusal(worker.url, answer.status, await answer.read())
-                if sampling.prompt_logprobs is not None:
-                    whole = await answer.read()
-                    part = openai_part(whole, most)
-                    part.prompt_logprobs = prompt_logprobs(whole, body["prompt"], sampling.prompt_logprobs)
-                    yield part
-                    return
-                async for event in events_of(answer.content):
-                    part = sglang_part(event, had) if sglang else openai_part(event, most)
-                    if part.error:
-                        raise refusal(worker.url, part.status, part.error.encode())
-                    had += len(part.token_ids)
-                    self._heard_s = time.monotonic()
-                    yield part
-        except (aiohttp.ClientError, OSError) as error:
-            self._looks.set()
-            raise WorkerGone(f"{worker.url} broke off an answer ({type(error).__name__})") from error
-        except msgspec.DecodeError as error:
-            raise WorkerGone(f"{worker.url} sent what is no answer: {error}") from error
+
+        def heard() -> None:
+            self._heard_s = time.monotonic()
+
+        return parts_of(self._http, worker.url, body, request, self.settings.vocab_size, heard)
 
     def _bad_words(self, request: EngineRequest) -> list[str]:
         rules = request.sampling.rules
@@ -570,23 +510,16 @@ class RemoteEngine(ExternalEngine):
 
     async def _ensure_adapter(self, worker: Worker, facts: WorkerFacts, request: EngineRequest) -> None:
         """Let the server load an adapter that it does not name, or has in an earlier version."""
-        key, spec = request.scope.lora, AdapterSpec.of_key(request.scope.lora, request.lora_path)
-        async with self._loading:
-            named = self._facts is not None and spec.name in self._facts.models
-            if named and self._loaded.setdefault(spec.name, key) == key:
-                return
-            path = f"{worker.url}{'' if facts.kind == 'sglang' else '/v1'}"
-            body = {"lora_name": spec.name, "lora_path": spec.path}
-            if named:
-                async with self._http.post(f"{path}/unload_lora_adapter", json=body, timeout=PROBE_TIMEOUT):
-                    pass
-            async with self._http.post(f"{path}/load_lora_adapter", json=body, timeout=PROBE_TIMEOUT) as answer:
-                if answer.status != 200 and (named or b"already" not in await answer.read()):
-                    told = f"{worker.url} does not load the adapter {spec.name} ({answer.status}): load it there"
-                    raise ValueError(told)
-            self._loaded[spec.name] = key
-            if self._facts is not None:
-                self._facts = replace(self._facts, models=self._facts.models | {spec.name})
+        spec = AdapterSpec.of_key(request.scope.lora, request.lora_path)
+        path = f"{worker.url}{'' if facts.kind == 'sglang' else '/v1'}"
+        await self._loads.ensure(self._http, path, spec, self._names_there, self._named)
+
+    def _names_there(self) -> frozenset[str]:
+        return self._facts.models if self._facts is not None else frozenset()
+
+    def _named(self, name: str) -> None:
+        if self._facts is not None:
+            self._facts = replace(self._facts, models=self._facts.models | {name})
 
     def _take(
         self,
@@ -653,10 +586,11 @@ class RemoteEngine(ExternalEngine):
         elif isinstance(error, TimeoutError):
             self._end(live, "timeout", message="The answer took too long; ask for fewer tokens.")
         elif isinstance(error, WorkerGone | aiohttp.ClientError | OSError):
+            logger.warning("request %s leaves its server: %s", live.request.request_id, error)
             self._looks.set()
-            self._end(live, "error", error="unavailable", message=str(error))
+            self._end(live, "error", error="unavailable", message=BROKEN_OFF)
         elif isinstance(error, Busy):
-            self._end(live, "error", error="queue_full", message=str(error))
+            self._end(live, "error", error="queue_full", message=FULL)
         elif isinstance(error, ValueError):
             self._end(live, "error", error="invalid", message=str(error))
         else:
@@ -701,4 +635,4 @@ class RemoteEngine(ExternalEngine):
         self._outbox.deliver()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._far.stop)
-        await self._http.close()
+        await self._http.aclose()

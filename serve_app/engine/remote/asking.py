@@ -1,0 +1,96 @@
+"""One request to a worker: its body goes out, and the checked parts of its answer come back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from serve_app.engine.protocol import EngineRequest
+from serve_app.engine.remote.answers import (
+    Answer,
+    Part,
+    WorkerGone,
+    event_bytes,
+    openai_part,
+    refusal,
+    refused,
+    sglang_part,
+    whole_bytes,
+    whole_part,
+)
+from serve_app.engine.remote.reading import (
+    ERROR_BYTES,
+    LARGE_BYTES,
+    LIES,
+    Events,
+    WorkerHttp,
+    check_plain,
+    decoded,
+    read,
+    shown,
+)
+
+END_S = 5.0
+"""How long a server may take, after an answer's last token, to tell its usage and end the stream."""
+
+
+async def parts_of(
+    http: WorkerHttp,
+    url: str,
+    body: dict[str, Any],
+    request: EngineRequest,
+    vocab_size: int,
+    heard: Callable[[], None] = lambda: None,
+) -> AsyncIterator[Part]:
+    """Yield an answer's parts, as far as they may be passed on. ``url``: of the server; ``heard``: called for each.
+
+    Raises WorkerGone, Busy, and ValueError for what the server refuses.
+    """
+    sglang, sampling = "input_ids" in body, request.sampling
+    path = f"{url}{'/generate' if sglang else '/v1/completions'}"
+    answer, most = Answer(request, vocab_size), None if sampling.logprob_token_ids else sampling.logprobs
+
+    def decode(event: bytes) -> Part:
+        return sglang_part(event, answer.had) if sglang else openai_part(event, most)
+
+    try:
+        async with http.ask(path, msgspec.json.encode(body)) as response:
+            if response.status != 200:
+                raise refusal(url, response.status, await read(response, ERROR_BYTES))
+            if sampling.prompt_logprobs is not None:
+                part = await decoded(partial(whole_part, request), await read(response, whole_bytes(request)))
+                if part.error:
+                    raise refused(url, part.status, part.error)
+                yield answer.take(part)
+                return
+            check_plain(response)
+            events = Events(response, event_bytes(request, had=0, all_tokens=sglang))
+            stream, says_end = aiter(events), False
+            async for event in stream:
+                part = decode(event) if len(event) <= LARGE_BYTES else await decoded(decode, event)
+                if part.error:
+                    raise refused(url, part.status, part.error)
+                heard()
+                says_end = bool(part.finish)
+                yield answer.take(part)
+                if answer.ended:
+                    break
+                if part.token_ids:
+                    events.told(event_bytes(request, had=answer.had, all_tokens=sglang))
+            if not (answer.ended and says_end):
+                return  # a server that goes on after all that was asked for hears that we left
+            last = Part()
+            with suppress(*LIES, aiohttp.ClientError, OSError):  # the answer is whole, also without its usage
+                async with asyncio.timeout(END_S):
+                    async for event in stream:
+                        part = answer.take(decode(event))
+                        last.cached_tokens = last.cached_tokens if part.cached_tokens is None else part.cached_tokens
+            yield last
+    except (aiohttp.ClientError, OSError) as error:
+        raise WorkerGone(f"{url} broke off an answer ({type(error).__name__})") from error
+    except LIES as error:
+        raise WorkerGone(f"{url} sent what is no answer: {shown(str(error))}") from error
