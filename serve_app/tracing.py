@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from io import BytesIO
+from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
@@ -27,6 +29,9 @@ from serve_app.engine.protocol import EngineOutput, FirstToken
 
 EXPORT_TIMEOUT_S = 5.0
 """The time for one batch, retries included."""
+
+MAX_ANSWER_BYTES = 64 << 10
+"""Of a collector's answer; of a larger one the status is enough."""
 
 CLOSE_TIMEOUT_S = 2.0
 """The time for unsent spans at a process's end."""
@@ -83,9 +88,29 @@ def open_tracer(otlp_endpoint: str | None, role: str, instance: str) -> Tracer |
     named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "warmpath"}
     resource = Resource.create({**named, "service.instance.id": instance, "warmpath.role": role})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    exporter = OTLPSpanExporter(otlp_endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S)
+    exporter = OTLPSpanExporter(otlp_endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S, session=_session())
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracer(provider)
+
+
+def _session() -> Any:
+    """Return a collector's ``requests.Session``: spans go nowhere else, and little is read of what it answers."""
+    import requests
+
+    class Session(requests.Session):
+        def send(self, request: Any, **kwargs: Any) -> Any:
+            answer = super().send(request, **{**kwargs, "stream": True, "allow_redirects": False})
+            size = answer.headers.get("Content-Length", "")
+            if size.isdecimal() and int(size) <= MAX_ANSWER_BYTES and "Content-Encoding" not in answer.headers:
+                answer.content  # noqa: B018  # read whole, so that the connection is used again
+                return answer
+            answer.close()
+            unread = requests.Response()
+            unread.status_code, unread.reason, unread.headers = answer.status_code, answer.reason, answer.headers
+            unread.url, unread.raw = answer.url, BytesIO()
+            return unread
+
+    return Session()
 
 
 def traceparent_of(span: Span) -> str:

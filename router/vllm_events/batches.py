@@ -6,11 +6,11 @@ of both send arrays instead of maps. Source: vLLM's ``distributed/kv_events.py``
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-BlockHash = bytes | int
+BlockHash: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)] | int
 """vLLM's name of a block: the 32 bytes of a SHA-256, or 64 bits of it if vLLM truncates hashes."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
@@ -18,8 +18,14 @@ TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 SEQUENCE_BYTES = 8
 """The size of a batch's number: signed, big-endian, in its own frame. An engine's batches are numbered from 0."""
 
+MAX_SEQUENCE_BYTES = 64
+"""Of that frame: newer versions have 16 bytes behind the number that name the engine's process."""
+
 END_OF_REPLAY = -1
 """The number after the last batch of a replay."""
+
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class MalformedBatch(ValueError):
@@ -32,7 +38,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
     ``token_ids``: of all the blocks. ``extra_keys``: each block's hash inputs besides tokens and parent, untagged:
     the adapter's name, the salt (in a chain's first block only), and identifiers of images and embeddings.
     ``lookahead_token_ids``: for each block, the tokens after it that its hash covers too; None if hashes cover none.
-    ``cache_salt``: of the whole chain, in place of extra keys (SGLang).
+    ``cache_salt``: of the whole chain, in place of extra keys (SGLang). ``origin``: "REUSED" for blocks that were
+    stored before and are told again.
     """
 
     block_hashes: list[BlockHash]
@@ -47,6 +54,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
     kv_cache_spec_sliding_window: int | None = None
     lookahead_token_ids: list[list[TokenId]] | None = None
     cache_salt: str | None = None
+    origin: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):
@@ -109,8 +117,8 @@ def decode_batch(payload: bytes) -> KvEventBatch:
     """Decode a payload. Raises MalformedBatch with the error and its position."""
     try:
         return _decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE as error:
+        with suppress(*UNREADABLE):
             batch = _decode_arrays(payload)
             events = [msgspec.convert(one, _AS_MAP[type(one)], from_attributes=True) for one in batch.events]
             return KvEventBatch(batch.ts, events, batch.data_parallel_rank)

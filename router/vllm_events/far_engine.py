@@ -14,8 +14,8 @@ JUDGED, WRONG = 16, 4
 SILENT_S = 5.0
 """How long after computed blocks their events may come."""
 
-UNKNOWN_BLOCKS = 1 << 24
-"""Blocks followed of an engine that does not tell the size of its pool."""
+MOST_BLOCKS = 1 << 21
+"""Most blocks followed of an engine, whatever size of its pool it tells: more than any machine's memory holds."""
 
 
 class FarEngine:
@@ -27,7 +27,7 @@ class FarEngine:
     """
 
     def __init__(self, block_size: int, max_blocks: int, sink: Callable[[Sequence[Event]], None]) -> None:
-        self.pool = VllmPool(block_size, max_blocks or UNKNOWN_BLOCKS)
+        self.pool = VllmPool(block_size, min(max_blocks or MOST_BLOCKS, MOST_BLOCKS), far=True)
         self.right = self.wrong = 0
         self.blind = ""
         self.follower: EventSubscriber | None = None
@@ -95,6 +95,8 @@ class FarEngine:
         self._renew()
         if follower.unsupported:
             return follower.unsupported
+        if follower.failed:
+            return f"its KV events could not be followed ({follower.failed}); that begins anew"
         if not (follower.connected or follower.resent):
             return "its feed of KV events is cut" if follower.connections else "no KV events can be heard from it"
         if follower.batches != self._batches:

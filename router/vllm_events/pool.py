@@ -64,6 +64,8 @@ _STATE = "mamba"
 _MOST_LEFT = 65_536
 """Most blocks that the pool lost and whose copies in host memory may still be reported."""
 
+_MOST_GROUPS = 256
+
 _Changes = list[tuple[type[BlocksStored | BlocksRemoved | CacheCleared], str, bytes]]
 """Kind, tier and block."""
 
@@ -103,7 +105,9 @@ class VllmPool:
         clock: Callable[[], float] = time.monotonic,
         *,
         most_below: int = DEFAULTS.max_blocks,
+        far: bool = False,
     ) -> None:
+        """``far``: a server that others use too: its events are not trusted, and may tell again of blocks it has."""
         self.xor = 0
         self.unplaced = 0
         self.tier = POOL_TIER
@@ -111,6 +115,7 @@ class VllmPool:
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._clock = clock
+        self._far = far
         self._groups: dict[int, _Group] = {}
         self._touched: dict[bytes, None] = {}
         self._blocks = Chains(math.inf, self._touched)
@@ -153,7 +158,7 @@ class VllmPool:
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 self._clear(changes)
-            elif event.medium not in (None, "GPU"):  # the pool on a CPU is also called GPU
+            elif (event.medium or "GPU").upper() != "GPU":  # the pool on a CPU is also called GPU
                 self._offloaded(event)
             elif isinstance(event, BlockRemoved):
                 self._removed(event)
@@ -169,6 +174,8 @@ class VllmPool:
 
         Blocks that the engine still holds, and blocks under them, are unknown until they are stored again.
         """
+        if self._far:  # it may be another process, of another rank
+            self._rank = None
         self._clear([])
         return [CacheCleared()]
 
@@ -229,7 +236,12 @@ class VllmPool:
         changes.append((CacheCleared, "", b""))
 
     def _learn(self, event: BlockStored, changes: _Changes) -> _Group:
-        """Return an event's group, which is new. Without it, other groups' blocks were reported too early."""
+        """Return an event's group, which is new. Without it, other groups' blocks were reported too early.
+
+        Raises UnsupportedEvents for more groups than any model has.
+        """
+        if len(self._groups) >= _MOST_GROUPS:
+            raise UnsupportedEvents(f"its events are of more than {_MOST_GROUPS} groups of layers")
         kind, window, size = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, event.block_size
         chains = None
         if kind in _FULL or (kind in _WINDOW and window):
@@ -259,7 +271,7 @@ class VllmPool:
 
     def _offloaded(self, event: BlockStored | BlockRemoved) -> None:
         """Follow host memory, unless layers form groups: what their blocks there serve is not followed."""
-        of_host = event.medium == "CPU"
+        of_host = (event.medium or "").upper() == "CPU"
         followed = of_host and self.tier == POOL_TIER and len(self._groups) == 1
         for name in event.block_hashes:
             if isinstance(event, BlockRemoved):
@@ -273,6 +285,8 @@ class VllmPool:
     def _stored(self, event: BlockStored, changes: _Changes) -> None:
         if event.block_size <= 0:
             raise MalformedBatch(f"blocks of {event.block_size} tokens")
+        if len(event.block_hashes) > self._max_blocks:
+            raise MalformedBatch(f"{len(event.block_hashes):,} blocks of a pool of {self._max_blocks:,}")
         group = self._groups.get(event.group_idx or 0) or self._learn(event, changes)
         if not group.known:
             self._skip(event)
@@ -285,10 +299,12 @@ class VllmPool:
             group.chains.clear()
             group.copies.clear()
             self._tell_anew(changes)
-        if self.held_blocks + len(event.block_hashes) > self._max_blocks:  # removals were lost, or the pool changed
+        again = self._told_again(group, event)
+        new = sum(not (again and name in group.copies) for name in event.block_hashes)
+        if self.held_blocks + new > self._max_blocks:  # removals were lost, or the pool changed
             self._clear(changes)
         if group.chains is None:
-            group.copies.update(event.block_hashes)
+            group.copies.update(name for name in event.block_hashes if not (again and name in group.copies))
             self._touched |= dict.fromkeys(self._ours[name] for name in event.block_hashes if name in self._ours)
             return
         roots = _roots(event, self._block_size)
@@ -297,7 +313,7 @@ class VllmPool:
             self._skip(event)
             return
         ids, size = np.array(event.token_ids, dtype=np.int32), event.block_size
-        hashes = [self._ours[name] for name in event.block_hashes if name in self._ours]
+        hashes = [self._ours[name] for name in event.block_hashes if name in self._ours and not self._far]
         if len(hashes) < len(event.block_hashes):
             hashes, last = [], parent
             for first, end in pairwise(sorted({0, *roots, len(ids)})):
@@ -306,10 +322,12 @@ class VllmPool:
                 hashes += split_chain(hash_blocks(last, ids[first:end], self._block_size))
                 last = hashes[-1]
             hashes = hashes[group.scale - 1 :: group.scale]
+        if any(self._ours.get(theirs, ours) != ours for theirs, ours in zip(event.block_hashes, hashes, strict=True)):
+            raise MalformedBatch("a block's name stood for another prefix")
         raw = ids.tobytes() if group.chains is self._blocks else b""
         under = parent or roots[0]
         for index, (theirs, ours) in enumerate(zip(event.block_hashes, hashes, strict=True)):
-            group.copies[theirs] += 1
+            group.copies[theirs] += not (again and theirs in group.copies)
             self._ours[theirs] = ours
             held = group.chains.get(ours)
             if held is not None and held.theirs != theirs:
@@ -319,6 +337,17 @@ class VllmPool:
                 content = raw[4 * size * index : 4 * size * (index + 1)]
                 group.chains.add(ours, HeldBlock(under, roots.get(size * index, b""), content, self._clock(), theirs))
             under = ours
+
+    def _told_again(self, group: _Group, event: BlockStored) -> bool:
+        """Return whether an event tells of blocks that were stored before, and so of no further copies of them.
+
+        Newer versions of vLLM do so for requests that ask for it (``kv_cache_report_mode``), from a chain's beginning.
+        Older ones do not mark it. Equal blocks that a request computed for itself may then count once, and be forgotten
+        with the first one's removal: rather too few blocks are known than too many.
+        """
+        if not self._far or event.origin is not None:
+            return event.origin == "REUSED"
+        return event.parent_block_hash is None and all(name in group.copies for name in event.block_hashes)
 
     def _is_whole(self, event: BlockStored) -> bool:
         """Return whether an event has all blocks of its tokens. Otherwise only other groups can identify them.

@@ -1,15 +1,19 @@
 """The servers behind ``engine: remote``: their addresses, and where they are listed."""
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from urllib.parse import parse_qs, urlsplit
 
 FILE, DNS = "file:", "dns+"
 """What an entry begins with that names a file of entries, or a host whose every address is a worker."""
 
 LISTS = (FILE, DNS)
+
+MAX_LIST_CHARS = 1 << 20
+"""Of a file of entries."""
 
 EVENTS_PORT, REPLAY_PORT = 5557, 5558
 """vLLM's default port of KV events, and the one after it for batches that are sent again."""
@@ -53,23 +57,43 @@ def check_entry(entry: str) -> None:
         worker_of(entry.removeprefix(DNS))
 
 
-def listed(entries: Iterable[str]) -> list[Worker]:
+def listed(entries: Iterable[str], skip: Callable[[str], None] | None = None) -> list[Worker]:
     """Return the workers that entries name now, each once; reads files and asks the DNS, so it may wait.
 
+    ``skip``: called with a sentence for each line of a file that is no worker; without it such a line is an error, too.
     Raises OSError or ValueError if a list cannot be read: what it said before then still holds.
     """
     found: dict[str, Worker] = {}
     for entry in entries:
-        for worker in _of_entry(entry):
+        for worker in _of_entry(entry, skip):
             found.setdefault(worker.url, worker)
     return list(found.values())
 
 
-def _of_entry(entry: str) -> Sequence[Worker]:
+def _lines(path: Path) -> list[str]:
+    """Return a file's entries. Raises OSError, and ValueError for what is no list."""
+    if not S_ISREG(path.stat().st_mode):  # reading a pipe may wait for ever
+        raise ValueError(f"{path} is no file")
+    with path.open(encoding="utf-8") as file:
+        text = file.read(MAX_LIST_CHARS + 1)
+    if len(text) > MAX_LIST_CHARS:
+        raise ValueError(f"{path} has more than {MAX_LIST_CHARS:,} characters")
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith(FILE)]
+
+
+def _of_entry(entry: str, skip: Callable[[str], None] | None) -> Sequence[Worker]:
     if entry.startswith(FILE):
         path = Path(entry.removeprefix(FILE).removeprefix("//")).expanduser()
-        lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
-        return listed(line for line in lines if line and not line.startswith(FILE))
+        found = list[Worker]()
+        for line in _lines(path):
+            try:
+                found += _of_entry(line, skip)
+            except ValueError as error:
+                if skip is None:
+                    raise
+                skip(f"{path}: {error}")
+        return found
     if not entry.startswith(DNS):
         return [worker_of(entry)]
     parts = urlsplit(entry.removeprefix(DNS))

@@ -157,18 +157,27 @@ class RunningCalls:
             if ready.finish_reason is not None:
                 call.finish(ready)
         for reply_to, sent in messages.items():
-            if not self._sender.send(reply_to, sent):
-                for output in sent:
-                    self._lost(output)
+            for output in self._unsent(reply_to, sent):
+                self._lost(output)
+
+    def _unsent(self, reply_to: ReplyTo, outputs: Sequence[EngineOutput]) -> Sequence[EngineOutput]:
+        """Send outputs to an ingress, and return those that it does not get."""
+        try:
+            return () if self._sender.send(reply_to, outputs) else outputs
+        except Exception:  # one that cannot be written down is of one request, and those beside it are of others
+            if len(outputs) > 1:
+                return [lost for output in outputs for lost in self._unsent(reply_to, [output])]
+            logger.exception("an output of request %s cannot be sent", outputs[0].request_id)
+            return outputs
 
     def _end_left(self) -> None:
         for call_id in self._calls.keys() & self._left.keys():
             self._cancel(call_id)
 
     def _lost(self, output: EngineOutput) -> None:
-        """End a generation with tokens that its ingress did not accept; it may ask another replica for the rest."""
+        """End a generation with tokens that its ingress did not get; it may ask another replica for the rest."""
         call = self._calls[output.request_id]
         if not call.end.done():
             call.sent = output.seq
-            call.finish(EngineOutput("", error="unavailable", message="its ingress does not read tokens in time"))
+            call.finish(EngineOutput("", error="unavailable", message="its ingress did not get its tokens"))
             self._cancel(output.request_id)

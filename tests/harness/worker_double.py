@@ -68,6 +68,7 @@ class Double:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=64 << 20, middlewares=[self.with_key, self.with_lies])
+        app.on_response_prepare.append(self.with_cookie)
         get, post = web.get, web.post
         app.add_routes([get("/v1/models", self.models), get("/version", self.version), get("/health", self.health)])
         app.add_routes(
@@ -90,6 +91,10 @@ class Double:
         ):
             return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)  # type: ignore[no-any-return]
+
+    async def with_cookie(self, _: web.Request, answer: web.StreamResponse) -> None:
+        if self.options.cookie:
+            answer.headers["Set-Cookie"] = self.options.cookie
 
     @web.middleware
     async def with_lies(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -397,7 +402,7 @@ def _started(kind: Callable[..., Any], count: int, options: dict[str, Any]) -> I
 DEFAULTS: dict[str, Any] = {
     "port": 0, "events": 0, "replay": 0, "kind": "vllm", "owner": "", "model": "demo", "key": "", "tokenizer": "",
     "blocks": 400, "block_size": 16, "vocab": 300, "token_s": 0.002, "prefill_s": 0.0, "lies": 0, "untold": 0,
-    "unsalted": 0, "other_tokenizer": 0, "silent": 0, "old": 0,
+    "unsalted": 0, "other_tokenizer": 0, "silent": 0, "old": 0, "cookie": "",
 }  # fmt: skip
 
 

@@ -68,6 +68,8 @@ MOST_CALLS = 32
 """Calls that may hang at once; each has a thread. After that the tier pauses at once."""
 
 _REMEMBERED = 65_536
+_BESIDE_BYTES = 64 << 10
+"""Of an object beside its block: what tells which block it is."""
 _NONCE_BYTES = 12
 
 
@@ -149,6 +151,7 @@ class ObjectStore:
         self._capacity_bytes = capacity_bytes
         self._format_bytes = blake2b(msgspec.msgpack.encode(kv_format)).digest()
         self._codec = BlockFiles(Path(), kv_format)
+        self._most_bytes = kv_format.block_bytes + _BESIDE_BYTES
         self._clock = clock
         self._keys: _Recent[bytes, _Keys] = _Recent()
         self._absent_until_s: _Recent[str, float] = _Recent()
@@ -209,7 +212,7 @@ class ObjectStore:
             if not batch:
                 return
             paths = [self._path(name) for _, name in batch]
-            found = self._call(partial(self._fs.cat, paths, on_error="return")) if self._usable() else None
+            found = self._call(partial(self._read, paths)) if self._usable() else None
             for one, name in batch:
                 content = (found or {}).get(self._path(name))
                 block = self._opened(one, name, content) if isinstance(content, bytes) else None
@@ -272,6 +275,11 @@ class ObjectStore:
             _log.warning("an object of the cache cannot be read: it was altered, or is incomplete")
             return None
         return (block, row) if block.prefix_digest == wanted.prefix_digest else None
+
+    def _read(self, paths: Sequence[str]) -> dict[str, Any]:
+        """Return each object's content or error; no more of it than a block has, whatever somebody put there."""
+        found = self._fs.cat_ranges([*paths], 0, self._most_bytes, on_error="return")
+        return dict(zip(paths, found, strict=True))
 
     def _write(self, name: str, content: bytes) -> None:
         path = self._path(name)

@@ -27,6 +27,7 @@ from serve_app.engine.remote.reading import (
     LARGE_BYTES,
     LIES,
     Events,
+    Untrue,
     WorkerHttp,
     check_plain,
     decoded,
@@ -60,7 +61,10 @@ async def parts_of(
     try:
         async with http.ask(path, msgspec.json.encode(body)) as response:
             if response.status != 200:
-                raise refusal(url, response.status, await read(response, ERROR_BYTES))
+                body_of_error = b""
+                with suppress(Untrue):  # the status is enough
+                    body_of_error = await read(response, ERROR_BYTES)
+                raise refusal(url, response.status, body_of_error)
             if sampling.prompt_logprobs is not None:
                 part = await decoded(partial(whole_part, request), await read(response, whole_bytes(request)))
                 if part.error:

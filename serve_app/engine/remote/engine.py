@@ -18,11 +18,12 @@ import aiohttp
 import numpy as np
 from msgspec import structs
 
+from router.background import run_in_background
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, hash_blocks
 from router.protocol.events import LoadReport, StatsReport
 from router.vllm_events.far_engine import SILENT_S, FarEngine
 from serve_app.config.engine import CAPABILITIES, ENGINES, Capability
-from serve_app.config.workers import Worker, listed
+from serve_app.config.workers import Worker
 from serve_app.engine.protocol import (
     AdapterSpec,
     EngineError,
@@ -42,6 +43,7 @@ from serve_app.engine.protocol import (
 from serve_app.engine.remote.adapters import AdapterLoads, Names
 from serve_app.engine.remote.answers import Busy, Part, WorkerGone
 from serve_app.engine.remote.asking import parts_of
+from serve_app.engine.remote.lists import WorkerLists
 from serve_app.engine.remote.reading import WorkerHttp, shown
 from serve_app.engine.remote.servers import (
     Unfit,
@@ -62,6 +64,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Time between two looks at a worker's health, and at the list of workers."""
+CLAIM_S = 2.0
+"""How long a look waits to learn which worker it has."""
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 MISSED = 3
 """A worker that is late for so many looks in a row counts as dead; one that refuses connections does at once."""
@@ -98,8 +102,11 @@ class RemoteRequest(LiveRequest):
 class RemoteEngine(ExternalEngine):
     """One server behind one replica."""
 
-    def __init__(self, settings: RemoteSettings, event_sink: EventSink) -> None:
+    def __init__(
+        self, settings: RemoteSettings, event_sink: EventSink, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.settings = settings
+        self._clock = clock
         self._sink = event_sink
         self._claim: ClaimWorker = first_of
         self._lock = threading.Lock()
@@ -116,6 +123,9 @@ class RemoteEngine(ExternalEngine):
         self._facts: WorkerFacts | None = None
         self._out = "no worker is free for this replica"
         self._far = self._far_engine(0)
+        self._open_http = WorkerHttp
+        self._lists = WorkerLists()
+        self._claiming: asyncio.Future[str] | None = None
         self._untold = ""
         self._priority = False
         self._seen_connections = 0
@@ -184,7 +194,7 @@ class RemoteEngine(ExternalEngine):
                 raise ValueError(f"request id {request.request_id!r} is in use")
             self._load.check(request.tenant)
             asked = structs.replace(request, token_ids=ids, block_hashes=chain)
-            live = RemoteRequest(asked, sink, {}, time.monotonic(), len(ids) - known)
+            live = RemoteRequest(asked, sink, {}, self._clock(), len(ids) - known)
             self._load.arrived(live)
         self._loop.call_soon_threadsafe(self._begin, live, known)
 
@@ -198,7 +208,7 @@ class RemoteEngine(ExternalEngine):
     def load(self) -> LoadReport:
         """Return the load of this deployment's requests, and the numbers of other clients' requests at the server."""
         with self._lock:
-            report = self._load.report(time.monotonic())
+            report = self._load.report(self._clock())
             running, waiting = self._others
         return structs.replace(
             report,
@@ -230,7 +240,8 @@ class RemoteEngine(ExternalEngine):
 
     def healthy(self) -> bool:
         """Return False once the loop has died. A dead worker is no reason to start another replica."""
-        return not self._stopping and self._thread.is_alive()
+        attended = self._attending is not None and not self._attending.done()
+        return not self._stopping and self._thread.is_alive() and attended
 
     def tell_cache(self, *, anew: bool = False) -> None:
         """Send a digest of the pool by the worker's events so far; ``anew``: all its blocks first."""
@@ -249,8 +260,8 @@ class RemoteEngine(ExternalEngine):
     # The seat.
 
     async def _begin_attending(self) -> None:
-        self._http = WorkerHttp(self.settings.key)
-        self._attending = self._loop.create_task(self._attend())
+        self._http = self._open_http(self.settings.key)
+        self._attending = run_in_background(self._attend)
 
     async def _attend(self) -> None:
         missed = 0
@@ -258,6 +269,9 @@ class RemoteEngine(ExternalEngine):
             self._looks.clear()
             try:
                 await self._take_seat()
+            except Exception:  # the worker that it has is looked after all the same
+                logger.exception("taking a worker failed")
+            try:
                 if self._worker is not None:
                     missed = await self._look(self._worker, missed)
             except Exception as error:
@@ -269,12 +283,17 @@ class RemoteEngine(ExternalEngine):
                     await self._looks.wait()
 
     async def _take_seat(self) -> None:
-        try:
-            self._workers = await asyncio.to_thread(listed, self.settings.workers)
-        except (OSError, ValueError) as error:  # what was known still holds
-            logger.warning("the list of workers cannot be read: %s", error)
-        mine = self._worker.url if self._worker is not None else ""
-        taken = await asyncio.to_thread(self._claim, [worker.url for worker in self._workers], mine)
+        """Have the worker that is this replica's now; one that it has stays while others' claims are slow to read."""
+        self._workers = await self._lists.now(self.settings.workers)
+        if self._claiming is None:
+            mine = self._worker.url if self._worker is not None else ""
+            urls = [worker.url for worker in self._workers]
+            self._claiming = self._loop.run_in_executor(None, self._claim, urls, mine)
+        await asyncio.wait({self._claiming}, timeout=CLAIM_S)
+        if not self._claiming.done():
+            return
+        claiming, self._claiming = self._claiming, None
+        taken = claiming.result()
         worker = next((each for each in self._workers if each.url == taken), None)
         if worker != self._worker:
             self._leave("no worker is free for this replica")
@@ -298,7 +317,7 @@ class RemoteEngine(ExternalEngine):
                 self._leave(str(error))
                 return 0
             self._facts = facts
-        asked_s = time.monotonic()
+        asked_s = self._clock()
         try:
             async with self._http.ask(f"{worker.url}/health", within=HEALTH_TIMEOUT) as answer:
                 lives = answer.status < 500
@@ -388,7 +407,7 @@ class RemoteEngine(ExternalEngine):
         if follower.batches:
             self._far.blind = "its KV events tell no salts: update it"
         else:
-            self._far.computed(time.monotonic() - 2 * SILENT_S)
+            self._far.computed(self._clock() - 2 * SILENT_S)
 
     async def _until(self, met: Callable[[], bool]) -> None:
         with suppress(TimeoutError):
@@ -421,7 +440,7 @@ class RemoteEngine(ExternalEngine):
                 live.task.cancel()
 
     def _by(self) -> str:
-        doubt = self._far.doubt(time.monotonic())
+        doubt = self._far.doubt(self._clock())
         return f"by load alone: {doubt}" if doubt else "by its KV events"
 
     def _attributes(self) -> dict[str, str | float]:
@@ -455,8 +474,8 @@ class RemoteEngine(ExternalEngine):
             request = structs.replace(
                 request, token_ids=request.token_ids[:kept], block_hashes=b"", resumed_tokens=0, sampling=sampling
             )
-        told, believed = None, not far.doubt(time.monotonic())
-        left_s = live.arrival_s + request.timeout_s - time.monotonic()
+        told, believed = None, not far.doubt(self._clock())
+        left_s = live.arrival_s + request.timeout_s - self._clock()
         finish, had = "", 0
         async with asyncio.timeout(None if left_s == float("inf") else left_s):
             if request.scope.lora:
@@ -484,7 +503,7 @@ class RemoteEngine(ExternalEngine):
         if told is not None and followed and far.follower is not None:
             far.judge(known, told)
         if followed and len(request.token_ids) - (told or known) >= 2 * self.settings.block_size:
-            far.computed(time.monotonic())
+            far.computed(self._clock())
         self._finish(live, reason, told)
 
     def _parts(self, worker: Worker, facts: WorkerFacts, request: EngineRequest) -> AsyncIterator[Part]:
@@ -495,7 +514,7 @@ class RemoteEngine(ExternalEngine):
             body["priority"] = request.order
 
         def heard() -> None:
-            self._heard_s = time.monotonic()
+            self._heard_s = self._clock()
 
         return parts_of(self._http, worker.url, body, request, self.settings.vocab_size, heard)
 
@@ -544,7 +563,7 @@ class RemoteEngine(ExternalEngine):
         self._outbox.add(live.sink, output)
 
     def _first(self, live: RemoteRequest, first: FirstToken, believed: bool) -> FirstToken:
-        now_s = time.monotonic()
+        now_s = self._clock()
         begun_s = max(live.arrival_s, self._last_first_s)  # prompts are computed one after the other, more or less
         self._last_first_s = now_s
         self._meters.prefill_time.observe(now_s - live.arrival_s)
@@ -635,4 +654,5 @@ class RemoteEngine(ExternalEngine):
         self._outbox.deliver()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._far.stop)
+        self._lists.close()
         await self._http.aclose()

@@ -129,6 +129,12 @@ class PoolModel:
             if not self.users[block]:
                 self.free.append(block)
 
+    def report(self, request: Request) -> None:
+        """Tell again of the blocks that a request hits, as newer versions do if it asks for a full report."""
+        hits = self.match(request, (len(request.tokens) - 1) // self.size)
+        if hits:
+            self.events.append(self._event(request, self._their_hashes(request), 0, len(hits)))
+
     def reset(self) -> bool:
         """Forget everything; return False and forget nothing while any block is in use."""
         if any(self.users):
@@ -152,21 +158,23 @@ class PoolModel:
             tokens = np.array(request.tokens[: (index + 1) * size], dtype=np.int32)
             self.roots[hashes[index]] = request.root
             self.ours[hashes[index]] = hash_blocks(request.root, tokens, size)[-HASH_BYTES:]
-        self.events.append(
-            BlockStored(
-                list(hashes[first:full]),
-                hashes[first - 1] if first else None,
-                request.tokens[first * size : full * size],
-                size,
-                "GPU",
-                request.lora,
-                [_extra_keys(request, index) for index in range(first, full)],
-                0,
-                "full_attention",
-                lookahead_token_ids=self._lookaheads(request, first, full),
-            )
-        )
+        self.events.append(self._event(request, hashes, first, full))
         request.hashed = full
+
+    def _event(self, request: Request, hashes: list[bytes], first: int, full: int) -> BlockStored:
+        size = self.size
+        return BlockStored(
+            list(hashes[first:full]),
+            hashes[first - 1] if first else None,
+            request.tokens[first * size : full * size],
+            size,
+            "GPU",
+            request.lora,
+            [_extra_keys(request, index) for index in range(first, full)],
+            0,
+            "full_attention",
+            lookahead_token_ids=self._lookaheads(request, first, full),
+        )
 
     def _lookaheads(self, request: Request, first: int, full: int) -> list[list[int]] | None:
         ends = [self.size * (index + 1) for index in range(first, full)]
@@ -204,11 +212,12 @@ class Routers:
 class Publisher:
     """An engine's end of the sockets: publishes payloads under numbers from 0 on, keeps the last ones, replays them.
 
-    ``lose``: keep the payload for a replay, but do not publish it.
+    ``lose``: keep the payload for a replay, but do not publish it. ``name``: of the process, behind each number.
     """
 
-    def __init__(self, publish: str, replay: str, kept: int = 10_000) -> None:
-        self._queue: queue.Queue[tuple[bytes, bool] | None] = queue.Queue()
+    def __init__(self, publish: str, replay: str, kept: int = 10_000, name: bytes = b"") -> None:
+        self._queue: queue.Queue[tuple[bytes, bool] | tuple[bytes, ...] | None] = queue.Queue()
+        self._name = name
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept)
         self._addresses = publish, replay
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -216,6 +225,10 @@ class Publisher:
 
     def send(self, payload: bytes, *, lose: bool = False) -> None:
         self._queue.put((payload, lose))
+
+    def send_frames(self, *frames: bytes) -> None:
+        """Publish these frames as they are, without a number of ours."""
+        self._queue.put(frames)
 
     def stop(self) -> None:
         self._queue.put(None)
@@ -232,23 +245,27 @@ class Publisher:
                 client, empty, first = replay.recv_multipart()
                 for kept, payload in self._kept:
                     if kept >= int.from_bytes(first, "big"):
-                        replay.send_multipart((client, empty, _frame(kept), payload))
-                replay.send_multipart((client, empty, _frame(END_OF_REPLAY), b""))
+                        replay.send_multipart((client, empty, frame_of(kept) + self._name, payload))
+                replay.send_multipart((client, empty, frame_of(END_OF_REPLAY) + self._name, b""))
             try:
                 item = self._queue.get(timeout=0.02)
             except queue.Empty:
                 continue
             if item is None:
                 break
+            if len(item) != 2 or not isinstance(item[1], bool):
+                live.send_multipart(item)
+                continue
             payload, lose = item
             if not lose:
-                live.send_multipart((b"topic", _frame(number), payload))
+                live.send_multipart((b"topic", frame_of(number) + self._name, payload))
             self._kept.append((number, payload))
             number += 1
         context.destroy(linger=0)
 
 
-def _frame(number: int) -> bytes:
+def frame_of(number: int) -> bytes:
+    """Return the frame of a batch's number."""
     return number.to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 

@@ -17,7 +17,7 @@ class Follower:
 
     def __init__(self, engine: FarEngine) -> None:
         self.connected, self.connections, self.batches, self.unsupported = True, 1, 0, ""
-        self.resent = False
+        self.resent, self.failed = False, ""
         self._engine = engine
 
     def tell(self, *, anew: bool) -> None:
@@ -120,5 +120,7 @@ def test_events_that_never_come_are_missed_after_a_while() -> None:
     follower.resent = False
     follower.connections = 0
     assert engine.doubt(0.0) == "no KV events can be heard from it"
+    follower.failed = "ZMQError"
+    assert engine.doubt(0.0) == "its KV events could not be followed (ZMQError); that begins anew"
     follower.unsupported = "another block size"
     assert engine.doubt(0.0) == "another block size"

@@ -194,6 +194,38 @@ TestLookahead = LookaheadMachine.TestCase
 TestLookahead.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+class FarMachine(PoolMachine):
+    """A server that others use, too, and whose requests may ask for full reports: never too many blocks are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.line._pool = VllmPool(SIZE, BLOCKS, far=True)
+        self.checker = Checker(1_000_000)  # blocks that are told again are no copies
+        self.doubled = False
+
+    @rule(target=PoolMachine.running, scope=st.sampled_from(SCOPES), tokens=TOKENS, chunk=st.integers(1, 12))
+    def begin(self, scope: tuple[PrefixScope, str | None], tokens: list[int], chunk: int) -> object:
+        """With a full report before it; a block that is computed again though it is held is a second copy."""
+        root = scope[0].root(b"k")
+        self.pool.report(Request(root, scope[1], tokens))
+        begun = super().begin(scope, tokens, chunk)
+        self.doubled |= len(set(self.pool.content.values())) < len(self.pool.content)
+        return begun
+
+    @rule()
+    def catch_up(self) -> None:
+        self.step(lost=True)
+        self.hear(len(self.on_the_way))
+        self.line._catch_up(None)
+        assert self.routers.held() <= self.pool.held()
+        if not (self.line.forgot or self.doubled):
+            assert self.routers.held() == self.pool.held()
+
+
+TestFar = FarMachine.TestCase
+TestFar.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
 def pack(events: list[Any], *rest: Any) -> bytes:
     return msgspec.msgpack.encode([2.5, events, *rest])
 
@@ -482,3 +514,49 @@ def test_ends_of_prompts_in_larger_blocks_are_no_hits() -> None:
     assert told(pool, both, BlockRemoved([b"1"], "GPU", 1), whole) == [CacheCleared(), ends(1, 2, 3, 4)]
     assert told(pool, stored(block_hashes=[b"3"], parent_block_hash=b"2", token_ids=[5, 6], group_idx=1)) == []
     assert pool.held_blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("far", "origin", "removals"),
+    [(False, None, 2), (True, None, 1), (False, "NEW", 2), (True, "NEW", 2), (False, "REUSED", 1), (True, "REUSED", 1)],
+)
+@pytest.mark.parametrize("kind", ["full_attention", "mamba"])
+def test_blocks_that_are_told_again_are_no_further_copies(
+    far: bool, origin: str | None, removals: int, kind: str
+) -> None:
+    """``kv_cache_report_mode=full`` tells of reused blocks from a chain's beginning, and newer versions mark them."""
+    pool, names = VllmPool(2, 8, far=far), [b"1", b"2"]
+    event = stored(
+        block_hashes=names, token_ids=[1, 2, 3, 4], extra_keys=[(ROOT.hex(),), None], origin=origin,
+        kv_cache_spec_kind=kind,
+    )  # fmt: skip
+    told(pool, event, event)
+    for _ in range(removals - 1):
+        told(pool, BlockRemoved([*names]))
+        assert pool.held_blocks == 2
+    told(pool, BlockRemoved([*names]))
+    assert pool.held_blocks == 0
+
+
+def test_a_servers_names_cannot_be_bent() -> None:
+    """A name stands for one prefix: else blocks could become each other's parents, which no walk over them ends."""
+    pool = VllmPool(2, 8, far=True)
+    told(pool, STORED, stored(block_hashes=[b"2"], parent_block_hash=b"1", token_ids=[3, 4], extra_keys=None))
+    for name, parent in ((b"1", b"2"), (b"2", None)):
+        bent = stored(
+            block_hashes=[name], parent_block_hash=parent, token_ids=[3, 4], group_idx=1,
+            extra_keys=None if parent else [(ROOT.hex(),)],
+        )  # fmt: skip
+        with pytest.raises(MalformedBatch, match="stood for another prefix"):
+            told(pool, bent)
+
+
+def test_a_servers_groups_and_events_are_bounded() -> None:
+    pool = VllmPool(2, 8, far=True)
+    with pytest.raises(UnsupportedEvents, match="more than 256 groups"):
+        told(pool, *[stored(group_idx=group) for group in range(300)])
+    assert len(pool._groups) <= 256
+    with pytest.raises(MalformedBatch, match="9 blocks of a pool of 8"):
+        told(VllmPool(2, 8), stored(block_hashes=[b"x"] * 9, token_ids=[1] * 18, extra_keys=None))
+    with pytest.raises(MalformedBatch):
+        decode_batch(encode([stored(block_hashes=[b"x" * 65])]))

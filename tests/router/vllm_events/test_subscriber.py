@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from router.protocol.events import BlocksStored, CacheCleared, Event
 from router.vllm_events.batches import AllBlocksCleared, BlockRemoved, BlockStored
 from router.vllm_events.pool import VllmPool
-from router.vllm_events.subscriber import EventSubscriber
+from router.vllm_events.subscriber import COMPLAIN_S, REPLAY_S, EventSubscriber
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
-from tests.router.vllm_events.pool_model import Publisher, Routers, chain, encode, stored
+from tests.router.vllm_events.pool_model import Publisher, Routers, chain, encode, frame_of, stored
 
 
 def block(name: int) -> BlockStored:
@@ -152,3 +153,206 @@ def test_it_ends_while_a_question_is_unanswered(endpoints: EventEndpoints) -> No
     assert asked.wait(60)
     listener.stop()
     assert not listener.healthy()
+
+
+BAD_FRAMES = [
+    (b"junk",),
+    (b"",),
+    (b"topic", b"junk", encode([block(9)])),
+    (b"topic", frame_of(1)[:7], encode([block(9)])),
+    (b"topic", b"x" * 100, encode([block(9)])),
+    (encode([block(9)]), frame_of(1)),
+    (b"topic", frame_of(1), b"junk"),
+    (b"topic", frame_of(1), b"\x81" * 9000),
+    tuple(b"frame" for _ in range(500)),
+]
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("frames", BAD_FRAMES)
+def test_a_message_that_is_no_batch_costs_the_blocks_and_not_the_listening(
+    endpoints: EventEndpoints, routers: Routers, frames: tuple[bytes, ...], far: bool
+) -> None:
+    """What it stood for is not known, so nothing is believed until it is told again; the next batch counts."""
+    engine = Publisher(endpoints.publish, endpoints.replay, kept=1)
+    listener = EventSubscriber(endpoints.publish, endpoints.replay, VllmPool(2, 100), routers, far=far)
+    listener.start()
+    try:
+        engine.send(encode([block(1)]))
+        until(lambda: ours(1) in routers.held())
+        listener.cleared.clear()
+        engine.send_frames(*frames)
+        until(listener.cleared.is_set)
+        assert listener.healthy()
+        assert not listener.failed
+        for name in range(3, 200):
+            engine.send(encode([block(name)]))
+            if ours(name - 1) in routers.held():
+                break
+            time.sleep(0.02)
+        until(lambda: ours(name) in routers.held())
+        assert ours(9) not in routers.held()
+    finally:
+        listener.stop()
+        engine.stop()
+
+
+def test_a_number_may_be_followed_by_the_name_of_the_process(
+    endpoints: EventEndpoints, routers: Routers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As newer versions of vLLM send it: 8 bytes of number, 16 of name. With another name, numbers begin anew."""
+    engine = Publisher(endpoints.publish, endpoints.replay, kept=3, name=b"a" * 16)
+    listener = EventSubscriber(endpoints.publish, endpoints.replay, VllmPool(2, 100), routers, far=True)
+    listener.start()
+    try:
+        for name in range(1, 7):
+            engine.send(encode([block(name)]), lose=name in (3, 5))
+        until(lambda: {ours(name) for name in (4, 5, 6)} <= routers.held())
+        engine.send_frames(b"topic", frame_of(0) + b"b" * 16, encode([block(8)]))
+        until(lambda: routers.held() == {ours(8)})
+        engine.send_frames(b"topic", frame_of(1) + b"b" * 16, encode([block(9)]))
+        until(lambda: routers.held() == {ours(8), ours(9)})
+        assert "lost" not in caplog.text
+    finally:
+        listener.stop()
+        engine.stop()
+
+
+class Line(EventSubscriber):
+    """A subscriber whose engine resends what ``kept`` has."""
+
+    def __init__(self, routers: Callable[[Sequence[Event]], None], **more: Any) -> None:
+        super().__init__("", "", VllmPool(2, 100), routers, **more)
+        self.kept: dict[int, bytes] = {}
+
+    def _catch_up(self, context: Any) -> None:
+        for number in range(max(0, self._expected), max(self.kept, default=-1) + 1):
+            self._take(number, self.kept[number])
+
+
+BEATS = [b"", encode([]), b"\x92\xcb?\xf0\x00\x00\x00\x00\x00\x00\x90"]
+
+
+@pytest.mark.parametrize("beat", BEATS)
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_sign_of_life_has_no_events_and_reveals_what_was_lost(beat: bytes, counts: bool, routers: Routers) -> None:
+    """Whether it uses a number up (``counts``) or repeats the last or next one: nothing is forgotten or missed."""
+    line = Line(routers, far=True)
+    line.kept = {number: encode([block(number)]) for number in range(3)}
+    line._hear(0, line.kept[0], None)  # type: ignore[arg-type]
+    for _ in range(3):
+        line._hear(0, beat, None)  # type: ignore[arg-type]
+    assert (routers.held(), line.batches) == ({ours(0)}, 1)
+    line._hear(3, beat, None)  # type: ignore[arg-type]
+    assert routers.held() == {ours(0), ours(1), ours(2)}, "those that were lost"
+    following = 4 if counts else 3
+    line._hear(following, encode([block(5)]), None)  # type: ignore[arg-type]
+    line._hear(following, encode([block(6)]), None)  # type: ignore[arg-type]
+    line._hear(following + 1, encode([block(7)]), None)  # type: ignore[arg-type]
+    assert {ours(0), ours(1), ours(2), ours(5), ours(7)} <= routers.held()
+    assert line.batches == 5
+
+
+def test_a_listener_that_fails_says_so_and_begins_anew(
+    endpoints: EventEndpoints, engine: Publisher, routers: Routers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.vllm_events.subscriber.AGAIN_S", 0.02)
+    said: list[tuple[str, bool]] = []
+
+    class Failing(EventSubscriber):
+        left = 3
+
+        def _received(self, frames: Sequence[bytes], context: Any) -> None:
+            if self.left:
+                self.left -= 1
+                raise RuntimeError
+            super()._received(frames, context)
+
+        def _deliver(self, events: Sequence[Event]) -> None:
+            said.append((self.failed, self.connected))
+            super()._deliver(events)
+
+    listener = Failing(endpoints.publish, endpoints.replay, VllmPool(2, 100), routers, far=True)
+    listener.start()
+    try:
+        for name in range(1, 200):
+            engine.send(encode([block(name)]))
+            if not listener.left and ours(name - 1) in routers.held():
+                break
+            time.sleep(0.02)
+        assert (listener.left, listener.healthy(), listener.failed, listener.connected) == (0, True, "", True)
+        assert ("RuntimeError", False) in said
+        assert listener.connections, "its owner looks again whose process it is"
+    finally:
+        listener.stop()
+
+
+def test_a_batch_that_fails_is_forgotten_with_all_blocks_and_the_next_one_counts(routers: Routers) -> None:
+    class Pool(VllmPool):
+        fails = False
+
+        def translate(self, batch: Any) -> list[Event]:
+            if self.fails:
+                raise KeyError("a fault of ours")
+            return super().translate(batch)
+
+    pool = Pool(2, 100)
+    line = EventSubscriber("", "", pool, routers)
+    for number, fails in enumerate((False, True, False)):
+        pool.fails = fails
+        line._take(number, encode([block(number)]))
+    assert routers.held() == {ours(2)}
+
+
+def test_unsupported_events_of_a_server_elsewhere_are_heard_again_once_it_connects_anew(routers: Routers) -> None:
+    """Another process may listen there then."""
+    line = Line(routers, far=True)
+    line._turned(True, None)  # type: ignore[arg-type]
+    line._hear(0, encode([block(1)]), None)  # type: ignore[arg-type]
+    line._hear(1, encode([block(2)], rank=3), None)  # type: ignore[arg-type]
+    assert "data parallel ranks 0 and 3" in line.unsupported
+    line._hear(2, encode([block(3)]), None)  # type: ignore[arg-type]
+    assert routers.held() == set()
+    line._turned(False, None)  # type: ignore[arg-type]
+    line._turned(True, None)  # type: ignore[arg-type]
+    line._hear(0, encode([block(4)], rank=3), None)  # type: ignore[arg-type]
+    assert (line.unsupported, routers.held()) == ("", {ours(4)})
+
+
+def test_a_replay_without_an_end_ends_in_time(endpoints: EventEndpoints, routers: Routers) -> None:
+    """Each message takes a second of this clock."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    replay = context.socket(zmq.ROUTER)
+    replay.bind(endpoints.replay)
+    over = threading.Event()
+
+    def flood() -> None:
+        client, empty, _ = replay.recv_multipart()
+        number = 0
+        while not over.is_set():
+            replay.send_multipart((client, empty, frame_of(number), encode([block(number % 200)])))
+            number += 1
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    ticks = iter(range(1_000_000))
+    line = EventSubscriber(
+        endpoints.publish, endpoints.replay, VllmPool(2, 500), routers, far=True, clock=lambda: float(next(ticks))
+    )
+    line._catch_up(context)
+    over.set()
+    assert (line.resent, line._resends) == (False, False)
+    assert 1 <= line.batches <= REPLAY_S
+    flooding.join()
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.99, 1.0, 2.0, 1000.0])
+def test_bad_batches_are_told_once_a_minute(factor: float, routers: Routers, caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    line = EventSubscriber("", "", VllmPool(2, 100), routers, far=True, clock=lambda: now_s)
+    for number in range(50):
+        line._take(number, b"junk")
+    now_s = COMPLAIN_S * factor
+    line._take(50, b"junk")
+    assert caplog.text.count("cannot be read") == 1 + (factor >= 1)

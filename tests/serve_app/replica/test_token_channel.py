@@ -240,6 +240,24 @@ async def test_calls_of_a_full_ingress_end_and_can_be_sent_elsewhere() -> None:
     assert (ended.error, ended.finish_reason, ended.seq) == ("", "stop", 2)
 
 
+async def test_an_output_that_cannot_be_written_ends_one_call_and_those_beside_it_go_on() -> None:
+    """No engine may tell such a token, and none of another request is lost by it."""
+    calls, sender, cancelled = opened()
+    running = {name: begin(calls, name, INGRESSES[0], TokenStream()) for name in "abc"}
+
+    class Writing(Sender):
+        def send(self, to: ReplyTo, chunks: Sequence[EngineOutput]) -> bool:
+            to_wire(list(chunks))
+            return sender.send(to, chunks)
+
+    calls._sender = Writing()  # type: ignore[assignment]
+    calls.deliver([EngineOutput("a", (1,)), EngineOutput("b", (1 << 64,)), EngineOutput("c", (3,))])
+    assert [chunk.token_ids for _, chunks in sender.messages for chunk in chunks] == [(1,), (3,)]
+    assert (running["b"].end.result().error, cancelled) == ("unavailable", ["b"])
+    calls.deliver([EngineOutput(name, (4,), finish_reason="length") for name in "ac"])
+    assert [running[name].end.result().error for name in "ac"] == ["", ""]
+
+
 async def test_failures_are_ends_and_no_message() -> None:
     """The failures are an engine's error and a timeout; a leaving replica breaks off running calls."""
     calls, sender, cancelled = opened()

@@ -3,6 +3,9 @@
 import asyncio
 import logging
 import socket
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from router.protocol.request import Decision
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken
 from serve_app.errors import GenerationFailed
 from serve_app.replica.token_channel import TokenStream
-from serve_app.tracing import CallTrace, ReplicaTrace, RequestTrace, end_pull, open_tracer, traceparent_of
+from serve_app.tracing import CallTrace, ReplicaTrace, RequestTrace, _session, end_pull, open_tracer, traceparent_of
 from tests.serve_app.generation.fake_replicas import FakeHandle, answer, generation, ids, lost_once, whole
 from tests.serve_app.ingress.scripted import scripted
 from tests.serve_app.tracing.spans import Recorded, Seen, by_name, collecting
@@ -262,6 +265,38 @@ def test_a_collector_gets_ended_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spans["child"].parent_id == spans["root"].span_id
     assert (spans["child"].start_ns, spans["child"].end_ns) == (1, 5)
     assert spans["child"].attributes == {"warmpath.reason": "cached"}
+
+
+@pytest.mark.parametrize("status", [200, 307, 500])
+def test_spans_go_nowhere_else_and_little_of_a_collectors_answer_is_read(status: int) -> None:
+    """It answers without an end, and may redirect to another one."""
+    requests, sent = pytest.importorskip("requests"), 0
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            nonlocal sent
+            self.send_response(status)
+            self.send_header("location", f"{elsewhere.url}/v1/traces")
+            self.end_headers()
+            with suppress(OSError):
+                while sent < 64 << 20:
+                    self.wfile.write(b"x" * 65536)
+                    sent += 65536
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with collecting() as elsewhere, ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        serving = threading.Thread(target=server.serve_forever, daemon=True)
+        serving.start()
+        with _session() as session:
+            session.trust_env = False
+            answer = session.post(f"http://127.0.0.1:{server.server_port}/v1/traces", data=b"", timeout=60)
+        assert (answer.status_code, answer.content, answer.text) == (status, b"", "")
+        assert isinstance(answer, requests.Response)
+        server.shutdown()
+        serving.join(60)
+        assert (elsewhere.paths, sent < 24 << 20) == ([], True)
 
 
 def test_a_collector_that_answers_nothing_costs_spans_alone(monkeypatch: pytest.MonkeyPatch) -> None:

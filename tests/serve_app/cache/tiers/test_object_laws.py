@@ -1,6 +1,7 @@
 """Laws of a store that two replicas share, under any order of their writes, reads, resets and restarts."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +122,24 @@ def test_another_secret_opens_no_block_even_if_it_knows_all_hashes() -> None:
     for data in own.values():
         direct.file_system.pipe_file(name, data)
         assert list(direct.opened(b"another").read(wanted(direct.blocks))) == []
+
+
+def test_of_an_object_that_somebody_made_large_no_more_is_read_than_a_block_has() -> None:
+    direct = Direct()
+    read = list[int]()
+    for name, data in direct.objects().items():
+        direct.file_system.pipe_file(name, data + b"x" * (8 << 20))
+    whole = direct.file_system.cat_file
+
+    def counting(*args: Any, **kwargs: Any) -> bytes:
+        data: bytes = whole(*args, **kwargs)
+        read.append(len(data))
+        return data
+
+    direct.file_system.cat_file = counting
+    assert list(direct.opened(b"k").read(wanted(direct.blocks))) == []
+    assert read
+    assert max(read) < FORMAT.block_bytes + (1 << 20)
 
 
 def test_between_a_reset_and_its_end_nothing_is_read_or_written() -> None:
