@@ -98,8 +98,11 @@ def _session() -> Any:
     import requests
 
     class Session(requests.Session):
+        def get_redirect_target(self, resp: Any) -> None:
+            """Find none, whatever an answer says."""
+
         def send(self, request: Any, **kwargs: Any) -> Any:
-            answer = super().send(request, **{**kwargs, "stream": True, "allow_redirects": False})
+            answer = super().send(request, **{**kwargs, "stream": True})
             size = answer.headers.get("Content-Length", "")
             if size.isdecimal() and int(size) <= MAX_ANSWER_BYTES and "Content-Encoding" not in answer.headers:
                 answer.content  # noqa: B018  # read whole, so that the connection is used again

@@ -222,7 +222,7 @@ class Line(EventSubscriber):
     """A subscriber whose engine resends what ``kept`` has."""
 
     def __init__(self, routers: Callable[[Sequence[Event]], None], **more: Any) -> None:
-        super().__init__("", "", VllmPool(2, 100), routers, **more)
+        super().__init__("", "", VllmPool(2, 100, far=bool(more.get("far"))), routers, **more)
         self.kept: dict[int, bytes] = {}
 
     def _catch_up(self, context: Any) -> None:

@@ -157,7 +157,7 @@ def test_a_worker_that_is_late_now_and_then_or_that_sends_tokens_lives() -> None
         seat.submit(request("a", PROMPT, 3900), out)
         await asyncio.sleep(900)
         assert (seat._out, len(out.tokens["a"]) > 1700) == ("", True)
-        await asyncio.sleep(100 + MISSED * (HEALTH_S + LOOK_S) + 1)
+        await asyncio.sleep(100 + (MISSED + 2) * (HEALTH_S + LOOK_S))
         assert (seat._out != "", out.kinds["a"]) == (True, "unavailable")
 
     in_its_time(script)
