@@ -97,7 +97,7 @@ def _session() -> Any:
     """Return a collector's ``requests.Session``: spans go nowhere else, and little is read of what it answers."""
     import requests
 
-    class Session(requests.Session):
+    class CollectorSession(requests.Session):
         def get_redirect_target(self, resp: Any) -> None:
             """Find none, whatever an answer says."""
 
@@ -113,7 +113,7 @@ def _session() -> Any:
             unread.url, unread.raw = answer.url, BytesIO()
             return unread
 
-    return Session()
+    return CollectorSession()
 
 
 def traceparent_of(span: Span) -> str:

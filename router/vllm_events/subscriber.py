@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from router.background import LOOPS
 from router.protocol.events import CacheCleared, Event
 from router.vllm_events.batches import END_OF_REPLAY, MAX_SEQUENCE_BYTES, SEQUENCE_BYTES, MalformedBatch, decode_batch
 from router.vllm_events.pool import UnsupportedEvents, VllmPool
@@ -93,6 +94,7 @@ class EventSubscriber:
 
     def start(self) -> None:
         """Start to listen."""
+        LOOPS.begin(self._listen.__qualname__)
         self._thread.start()
 
     def stop(self) -> None:
@@ -122,6 +124,7 @@ class EventSubscriber:
             except Exception as error:
                 _log.exception("the listener of the engine's events failed; it begins anew")
                 self.failed = type(error).__name__
+                LOOPS.failed(self._listen.__qualname__, self.failed)
             finally:
                 self.connected = False
                 with self._lock:
@@ -278,7 +281,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class KvMessage:
     """A numbered batch. ``publisher``: the name of the engine's process behind the number, b"" if it has none."""
 
     number: int
@@ -293,9 +296,9 @@ def _beats(payload: bytes) -> bool:
     return False
 
 
-def message_of(frames: Sequence[bytes]) -> Message:
+def message_of(frames: Sequence[bytes]) -> KvMessage:
     """Return a message from its last two frames; a topic or an empty frame may precede them. Raises MalformedBatch."""
     if len(frames) < 2 or not SEQUENCE_BYTES <= len(frames[-2]) <= MAX_SEQUENCE_BYTES:
         raise MalformedBatch(f"a message has frames of {', '.join(str(len(frame)) for frame in frames[:8])} bytes")
     number, publisher = frames[-2][:SEQUENCE_BYTES], frames[-2][SEQUENCE_BYTES:]
-    return Message(int.from_bytes(number, "big", signed=True), frames[-1], publisher)
+    return KvMessage(int.from_bytes(number, "big", signed=True), frames[-1], publisher)

@@ -17,7 +17,7 @@ import numpy as np
 from serve_app.engine.protocol import EngineRequest, TokenLogprob
 from serve_app.engine.remote.reading import EVENT_BYTES, LIES, Untrue, shown
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+VocabularyId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 TOKEN_BYTES, LOGPROB_BYTES, PROMPT_LOGPROB_BYTES = 128, 96, 256
 """What one token and one log-probability may take in an answer."""
@@ -57,11 +57,11 @@ class _Logprobs(msgspec.Struct):
 
 class _PromptLogprob(msgspec.Struct):
     logprob: float
-    rank: TokenId | None = None
+    rank: VocabularyId | None = None
 
 
 class _Choice(msgspec.Struct):
-    token_ids: list[TokenId] | None = None
+    token_ids: list[VocabularyId] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
@@ -162,7 +162,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-_SglangLogprob = tuple[float | None, TokenId, msgspec.Raw]
+_SglangLogprob = tuple[float | None, VocabularyId, msgspec.Raw]
 
 
 class _SglangEnd(msgspec.Struct):
@@ -181,7 +181,7 @@ class _SglangMeta(msgspec.Struct):
 
 
 class _SglangEvent(msgspec.Struct):
-    output_ids: list[TokenId] = []
+    output_ids: list[VocabularyId] = []
     meta_info: _SglangMeta = msgspec.field(default_factory=_SglangMeta)
     error: _Error | str | None = None
 
@@ -266,7 +266,7 @@ def _logprobs_each(request: EngineRequest) -> int:
     return 0 if sampling.logprobs is None else 1 + max(sampling.logprobs, len(sampling.logprob_token_ids))
 
 
-class Answer:
+class CheckedAnswer:
     """One answer, part by part. ``ended``: by its server's word, or because it has all that was asked for."""
 
     def __init__(self, request: EngineRequest, vocab_size: int) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.remote.answers import (
-    Answer,
+    CheckedAnswer,
     Part,
     WorkerGone,
     event_bytes,
@@ -53,7 +53,7 @@ async def parts_of(
     """
     sglang, sampling = "input_ids" in body, request.sampling
     path = f"{url}{'/generate' if sglang else '/v1/completions'}"
-    answer, most = Answer(request, vocab_size), None if sampling.logprob_token_ids else sampling.logprobs
+    answer, most = CheckedAnswer(request, vocab_size), None if sampling.logprob_token_ids else sampling.logprobs
 
     def decode(event: bytes) -> Part:
         return sglang_part(event, answer.had) if sglang else openai_part(event, most)

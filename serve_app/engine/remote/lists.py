@@ -16,14 +16,14 @@ LIST_S = 2.0
 _READERS = 8
 """Lists that may hang at once, such as an unanswered question to the DNS."""
 
-Read = Callable[[Sequence[str], Callable[[str], None]], Sequence[Worker]]
+ReadEntries = Callable[[Sequence[str], Callable[[str], None]], Sequence[Worker]]
 """Returns the workers of entries; calls its second argument with a sentence for each line that it skips."""
 
 
 class WorkerLists:
     """Each entry's workers, as last read. Used from one loop."""
 
-    def __init__(self, read: Read = listed) -> None:
+    def __init__(self, read: ReadEntries = listed) -> None:
         self._read = read
         self._threads = ThreadPoolExecutor(_READERS, "worker-lists")
         self._known: dict[str, Sequence[Worker]] = {}
@@ -51,7 +51,7 @@ class WorkerLists:
         return list(found.values())
 
     def close(self) -> None:
-        """Read nothing more."""
+        """ReadEntries nothing more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _take(self, entry: str, result: Callable[[], Sequence[Worker]]) -> None:

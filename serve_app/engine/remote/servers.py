@@ -19,7 +19,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from serve_app.engine.protocol import AdapterSpec, EngineRequest, TokenRules
-from serve_app.engine.remote.answers import TokenId
+from serve_app.engine.remote.answers import VocabularyId
 from serve_app.engine.remote.reading import LIES, PROBE_TIMEOUT, WorkerHttp, decoded, shown
 from serve_app.engine.remote.settings import RemoteSettings
 
@@ -207,7 +207,7 @@ class _Models(msgspec.Struct):
 
 
 class _Tokenized(msgspec.Struct):
-    tokens: list[TokenId]
+    tokens: list[VocabularyId]
 
 
 class _Info(msgspec.Struct):

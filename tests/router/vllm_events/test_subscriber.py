@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
+from router.background import LOOPS
 from router.protocol.events import BlocksStored, CacheCleared, Event
 from router.vllm_events.batches import AllBlocksCleared, BlockRemoved, BlockStored
 from router.vllm_events.pool import VllmPool
@@ -282,6 +283,7 @@ def test_a_listener_that_fails_says_so_and_begins_anew(
             time.sleep(0.02)
         assert (listener.left, listener.healthy(), listener.failed, listener.connected) == (0, True, "", True)
         assert ("RuntimeError", False) in said
+        assert LOOPS.failing()["EventSubscriber._listen"] == "RuntimeError", "health tells it"
         assert listener.connections, "its owner looks again whose process it is"
     finally:
         listener.stop()
