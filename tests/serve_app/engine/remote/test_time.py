@@ -25,7 +25,7 @@ from tests.serve_app.replica.loops import run_at_once
 FACTORS = (0.5, 0.99, 2.0, 1000.0)
 URL = "http://worker:8000"
 HEALTH_S, LOAD_S, PROBE_S = (float(limit.total or 0) for limit in (HEALTH_TIMEOUT, LOAD_TIMEOUT, PROBE_TIMEOUT))
-CARDS = json.dumps({"data": [{"id": "demo", "owned_by": "vllm", "root": "demo", "max_model_len": 4096}]}).encode()
+CARDS = [{"id": "demo", "owned_by": "vllm", "root": "demo", "max_model_len": 4096}]
 
 
 def event(*ids: int, finish: str | None = None) -> bytes:
@@ -45,6 +45,7 @@ class Worker:
     late_s: dict[str, Callable[[], float]] = field(default_factory=dict)
     pieces: list[tuple[float, bytes]] = field(default_factory=lambda: [(0.0, event(20, finish="length") + USAGE)])
     asked: list[tuple[float, str]] = field(default_factory=list)
+    cards: list[Any] = field(default_factory=CARDS.copy)
 
     @asynccontextmanager
     async def ask(self, url: str, body: bytes | None = None, within: Any = None) -> AsyncIterator[Any]:
@@ -69,7 +70,9 @@ class Worker:
         self, url: str, body: bytes | None = None, most: int = 0, within: aiohttp.ClientTimeout = PROBE_TIMEOUT
     ) -> tuple[int, bytes]:
         async with self.ask(url, body, within):
-            return (200, CARDS) if url.endswith("/models") else (200, b"") if "lora" in url else (404, b"")
+            if url.endswith("/models"):
+                return 200, json.dumps({"data": self.cards}).encode()
+            return (200, b"") if "lora" in url else (404, b"")
 
     async def aclose(self) -> None:
         pass
@@ -263,5 +266,27 @@ def test_loads_end_with_the_seat() -> None:
         await ended.wait()
         await asyncio.sleep(0)
         assert (out.errors["a"], seat._loads._loads, seat._loaded) == (remote.AWAY, {}, {})
+
+    in_its_time(script)
+
+
+def test_a_worker_that_comes_back_with_an_adapter_of_its_own_is_not_told_to_replace_it() -> None:
+    """What it was told to load before is forgotten with it: it is another process, and may have any version."""
+
+    async def script(seat: Seat, worker: Worker) -> None:
+        for version, loads in (("2", 1), ("1", 1), ("1", 1), ("3", 3)):
+            await fit(seat)
+            seat.adapters.load(AdapterSpec("poet", version, f"/{version}"))
+            out, ended = ask(seat, "a", scope=PrefixScope("tiny", f"poet@{version}"))
+            await ended.wait()
+            assert out.finish["a"] == "length"
+            asked = [path for _, path in worker.asked if "lora" in path]
+            assert len(asked) == loads, "the other version that it names is unloaded and loaded"
+            if version == "2":
+                worker.late_s["/health"] = lambda: 1e6
+                while not seat._out:  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_S)
+                worker.late_s.clear()
+                worker.cards = [*CARDS, {"id": "poet", "owned_by": "vllm", "parent": "demo"}]
 
     in_its_time(script)
