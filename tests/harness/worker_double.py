@@ -164,12 +164,14 @@ class Double:
         lora = body["model"] if body["model"] != self.options.model else None
         if lora and lora not in self.loras:
             return web.json_response({"error": {"message": "no such model", "code": 404}}, status=404)
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        answer, untold = web.StreamResponse(headers={"Content-Type": "text/event-stream"}), list(prompt)
         await answer.prepare(request)
         async for ids, finish, cached in self.run(
             prompt, most, body.get("cache_salt"), lora, set(body["stop_token_ids"])
         ):
             choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": ids, "finish_reason": finish}
+            if untold and self.options.kind == "vllm":  # in the first event
+                choice["prompt_token_ids"], untold = untold, []
             if body.get("logprobs") is not None:
                 names = [f"token_id:{token}" for token in ids]
                 tops = [{f"token_id:{token}": -0.5, "token_id:9": -1.0} for token in ids]

@@ -21,6 +21,8 @@ VocabularyId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 TOKEN_BYTES, LOGPROB_BYTES, PROMPT_LOGPROB_BYTES = 128, 96, 256
 """What one token and one log-probability may take in an answer."""
+PROMPT_TOKEN_BYTES = 16
+"""What one of the prompt's tokens may take: vLLM repeats them in its first event."""
 MAX_TOKENS_AT_ONCE = 4096
 """Most new tokens of one event: servers send one, or some that were drafted or held back."""
 
@@ -250,14 +252,15 @@ def event_bytes(request: EngineRequest, *, had: int, all_tokens: bool) -> int:
     """Return how large an event of an answer may be after ``had`` tokens; ``all_tokens``: it has these again."""
     sampling = request.sampling
     each = TOKEN_BYTES + LOGPROB_BYTES * _logprobs_each(request)
-    return EVENT_BYTES + each * (min(max(1, sampling.max_tokens), MAX_TOKENS_AT_ONCE) + had * all_tokens)
+    besides = EVENT_BYTES + PROMPT_TOKEN_BYTES * len(request.token_ids)
+    return besides + each * (min(max(1, sampling.max_tokens), MAX_TOKENS_AT_ONCE) + had * all_tokens)
 
 
 def whole_bytes(request: EngineRequest) -> int:
     """Return how large an answer in one piece may be, with log-probabilities of the prompt."""
     sampling = request.sampling
     each = TOKEN_BYTES + LOGPROB_BYTES * _logprobs_each(request)
-    of_prompt = PROMPT_LOGPROB_BYTES * len(request.token_ids) * ((sampling.prompt_logprobs or 0) + 2)
+    of_prompt = PROMPT_LOGPROB_BYTES * len(request.token_ids) * ((sampling.prompt_logprobs or 0) + 3)
     return EVENT_BYTES + each * max(1, sampling.max_tokens) + of_prompt
 
 

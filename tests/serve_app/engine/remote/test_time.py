@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from msgspec import structs
 
@@ -82,13 +83,15 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def in_its_time(script: Callable[[Seat, Worker], Awaitable[None]], worker: Worker | None = None) -> None:
+def in_its_time(
+    script: Callable[[Seat, Worker], Awaitable[None]], worker: Worker | None = None, **settings: Any
+) -> None:
     """Run a script beside a replica that looks after a worker, which it does not follow by events."""
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         there = worker or Worker()
-        seat = Seat(URL, enable_prefix_caching=False)
+        seat = Seat(URL, enable_prefix_caching=False, **settings)
         seat._loop.close()
         seat._loop, seat._clock, seat._open_http = loop, loop.time, lambda _: there  # type: ignore[assignment,return-value]
         await seat._begin_attending()
@@ -290,3 +293,25 @@ def test_a_worker_that_comes_back_with_an_adapter_of_its_own_is_not_told_to_repl
                 worker.cards = [*CARDS, {"id": "poet", "owned_by": "vllm", "parent": "demo"}]
 
     in_its_time(script)
+
+
+@pytest.mark.parametrize("tokens", [1000, 30_000, 120_000])
+def test_long_prompts_may_be_repeated_to_us(tokens: int) -> None:
+    """vLLM's first event has the prompt's tokens; the bound of an event follows from them."""
+    ids = np.full(tokens, 1_234_567, np.int32)
+
+    async def script(seat: Seat, worker: Worker) -> None:
+        await fit(seat)
+        first = {"choices": [{"token_ids": [20], "prompt_token_ids": ids.tolist(), "finish_reason": None}]}
+        said = b"data: " + json.dumps(first).encode() + b"\n\n"
+        worker.pieces = [(0.0, said[at : at + 65536]) for at in range(0, len(said), 65536)]
+        worker.pieces.append((0.0, event(21, finish="length") + USAGE))
+        out = Outputs()
+        seat.submit(request("a", ids, 2), out)
+        while "a" not in out.finish:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        assert (out.finish["a"], out.tokens["a"]) == ("length", [20, 21]), out.errors
+
+    in_its_time(
+        script, Worker(cards=[{**CARDS[0], "max_model_len": 200_000}]), max_model_len=200_000, vocab_size=1 << 21
+    )
