@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any, TypeVar
 
+import msgspec
 import xxhash
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, common_tokens, hash_at, system_prompt_key
@@ -105,6 +106,21 @@ def session_key(tenant: str, word: str) -> str:
 
 
 R = TypeVar("R", bound=RequestFields)
+
+VALUE_CHARS = 16
+"""What a value costs a chat template besides its text, in characters of text."""
+
+
+def most_values(body: bytes) -> int:
+    """Return an upper bound of the number of values in JSON."""
+    return 1 + body.count(b",") + body.count(b"[") + body.count(b"{")
+
+
+def rendered_chars(value: Any) -> int:
+    """Return how long it takes a chat template to write a value, in characters of text."""
+    written = msgspec.json.encode(value)
+    return len(written) + VALUE_CHARS * most_values(written)
+
 
 WHOLE_INTERVAL_S = 0.25
 """Time between chunks of an answer that is sent whole: no client sees its parts, and each costs the ingress as much."""
@@ -324,8 +340,10 @@ class Preparer:
             leading = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
             return RenderedPrompt("".join(contents), "".join(contents[:leading]))
         tools = request.tool_use.shown if self.tokenizer.template.reads_tools else ()
-        chars += len(str(tools)) if tools else 0
-        chars += sum(len(str(message.get(name, ""))) for message in messages for name in ("tool_calls", "reasoning"))
+        chars += rendered_chars(tools) if tools else 0
+        calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
+        chars += rendered_chars(calls) if calls else 0
+        chars += sum(len(message.get("reasoning", "")) for message in messages)
         unread = {*self.tokenizer.template.unread(request.thinking)}
         thinking = {name: value for name, value in request.thinking.items() if name not in unread}
         rendered = await self.tokenizer.render_async(

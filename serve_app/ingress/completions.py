@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from typing import Literal, NamedTuple, TypeVar
 
@@ -30,7 +31,7 @@ from serve_app.errors import InvalidRequest
 from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.fairness.queue import FairWorkers
 from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces, told_ids
-from serve_app.generation.prepare import Preparer
+from serve_app.generation.prepare import Preparer, most_values
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed, whole
 from serve_app.ingress.client_headers import arrived_s, with_session
@@ -43,8 +44,8 @@ from serve_app.tenants import Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing import RequestTrace
 
-INLINE_BODY_BYTES = 64 << 10
-"""Longer bodies are parsed outside the event loop."""
+INLINE_BODY_BYTES, INLINE_VALUES = 64 << 10, 4096
+"""Longer bodies, and those that may hold more values, are parsed outside the event loop."""
 
 Parse = Callable[[bytes], GenerateRequest]
 T = TypeVar("T")
@@ -172,16 +173,21 @@ class Completions:
         """Return the text of a body's tokens; ``model``: that of a body without one. Raises a ``WarmpathError``."""
         with self.arrive(tenant) as arrival:
             body = await read_body(request, self.config.max_body_bytes, arrival.grow)
-            asked = parse_detokenize(body, model)
+            asked = await self._read(body, tenant, arrival, partial(parse_detokenize, model=model))
             chosen, name, _ = self._chosen(asked.model, None, tenant, arrival, "tokenizer")
             chosen.preparer.adapters.choose(name, None, tenant.name, tenant.models)
             tokenizer = chosen.tokenizer
             if max(asked.tokens, default=0) >= tokenizer.vocab_size:
                 message = f"tokens must be from 0 to {tokenizer.vocab_size - 1}."
                 raise InvalidRequest(message, param="tokens")
-            if arrival.body_bytes <= INLINE_BODY_BYTES:
+            if len(asked.tokens) <= INLINE_VALUES:
                 return tokenizer.text_of(asked.tokens)
             return await self.workers.run(tenant.name, arrival.body_bytes, tokenizer.text_of, asked.tokens)
+
+    async def _read(self, body: bytes, tenant: Tenant, arrival: Arrival, work: Callable[[bytes], T]) -> T:
+        """Return ``work(body)``, done outside the event loop if that takes long."""
+        inline = arrival.body_bytes <= INLINE_BODY_BYTES and most_values(body) <= INLINE_VALUES
+        return work(body) if inline else await self.workers.run(tenant.name, arrival.body_bytes, work, body)
 
     def arrive(self, tenant: Tenant) -> Arrival:
         """Register a new request. Raises RateLimited."""
@@ -206,8 +212,7 @@ class Completions:
         body = await read_body(request, self.config.max_body_bytes, arrival.grow)
 
         async def read(work: Callable[[bytes], T]) -> T:
-            inline = arrival.body_bytes <= INLINE_BODY_BYTES
-            return work(body) if inline else await self.workers.run(tenant.name, arrival.body_bytes, work, body)
+            return await self._read(body, tenant, arrival, work)
 
         if isinstance(form, Conversation):
             await read(form.read)

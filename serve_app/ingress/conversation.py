@@ -38,6 +38,8 @@ class Conversation(ResponsesFormat):
         """Parse the body. Raises InvalidRequest."""
         self._body = self._parse(body)
         self._items = self._body.items
+        self._referred = dict.fromkeys(answer_of(item) for item in self._items)
+        self._referred.pop("", None)
 
     async def go_on(self, room_bytes: int, grow: Callable[[int], None]) -> None:
         """Fetch the conversation that the body continues, and the items it refers to. ``grow`` gets sizes in bytes.
@@ -68,13 +70,13 @@ class Conversation(ResponsesFormat):
 
     async def _dereference(self, stored: StoredResponses, room_bytes: int, grow: Callable[[int], None]) -> None:
         """Replace references to items of the tenant's stored answers by these items. Others stay, and are a 400."""
-        answers = dict.fromkeys(answer_of(item) for item in self._items)
-        answers.pop("", None)
-        if len(answers) > MAX_REFERRED:
+        if not self._referred:
+            return
+        if len(self._referred) > MAX_REFERRED:
             message = f"input refers to items of over {MAX_REFERRED} responses; use previous_response_id."
             raise InvalidRequest(message, param="input")
         found: dict[str, tuple[dict[str, Any], int]] = {}
-        for response_id in answers:
+        for response_id in self._referred:
             if (answer := await stored.get(self._tenant, response_id)) is not None:
                 found |= {item["id"]: (item, len(_encode(item))) for item in answer[0].response["output"]}
         items = list(self._items)

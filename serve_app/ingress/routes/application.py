@@ -189,7 +189,9 @@ async def _refused_there(request: Request, error: Exception) -> Response:
 
 def _path(request: Request) -> str:
     """Return a request's path below the prefix of an application that is not at /."""
-    return request.url.path.removeprefix(request.scope.get("root_path", ""))
+    # Not request.url, which cannot be read with a query that is not in UTF-8.
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", ""))
 
 
 def _api_of(path: str) -> Api:
@@ -205,7 +207,7 @@ def _not_here(path: str) -> str:
 
 async def _no_websocket(websocket: WebSocket) -> None:
     """Refuse a WebSocket in OpenAI's shape, before it is accepted."""
-    path = websocket.url.path
+    path = websocket.scope["path"]
     shown = openai_error(NotFound(f"There is no WebSocket at {path[:200]}; send POST requests, with stream: true."), "")
     try:
         await websocket.send_denial_response(json_response(shown.body, shown.status))

@@ -296,8 +296,8 @@ async def _found(
 def _shown(request: Request, batch: StoredBatch) -> dict[str, Any]:
     path = f"{request.scope.get('root_path', '')}{BATCHES_PATH}/{batch.id}/results"
     scheme = request.headers.get("x-forwarded-proto", "").lower()  # what a proxy with the certificate was asked by
-    scheme = scheme if scheme in ("http", "https") else request.url.scheme
-    return anthropic_batch(batch, str(request.url.replace(scheme=scheme, path=path, query="")))
+    scheme = scheme if scheme in ("http", "https") else request.base_url.scheme
+    return anthropic_batch(batch, str(request.base_url.replace(scheme=scheme, path=path)))
 
 
 def _shown_file(request: Request, file: File) -> dict[str, Any]:

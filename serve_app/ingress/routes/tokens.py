@@ -17,6 +17,9 @@ from serve_app.ingress.routes.handler import Front, guarded, takes, warnings
 
 router = APIRouter(tags=["tokens"])
 
+INLINE_TOKENS = 4096
+"""More tokens are listed outside the event loop."""
+
 
 @router.post("/tokenize", **takes(TokenizeBody, TokenizeChatBody))
 @guarded("tokenize")
@@ -30,10 +33,15 @@ async def tokenize(request: Request, services: Front) -> Response:
         names = asked.names
         return asked.request
 
-    ids, wanted, model = await services.completions.tokens(request, services.access.guard.tenant(request), parse)
-    told = ids.tolist()
-    shown = tokens_body(told, model.limits.max_model_len, model.tokenizer.names_of(told) if names else None)
-    return json_response(shown, headers=warnings(wanted))
+    tenant, workers = services.access.guard.tenant(request), services.completions.workers
+    ids, wanted, model = await services.completions.tokens(request, tenant, parse)
+
+    def answer() -> Response:
+        told = ids.tolist()
+        shown = tokens_body(told, model.limits.max_model_len, model.tokenizer.names_of(told) if names else None)
+        return json_response(shown, headers=warnings(wanted))
+
+    return answer() if len(ids) <= INLINE_TOKENS else await workers.run(tenant.name, len(ids), answer)
 
 
 @router.post("/detokenize", **takes(DetokenizeBody))

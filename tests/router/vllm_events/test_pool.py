@@ -560,12 +560,3 @@ def test_a_servers_groups_and_events_are_bounded() -> None:
         told(VllmPool(2, 8), stored(block_hashes=[b"x"] * 9, token_ids=[1] * 18, extra_keys=None))
     with pytest.raises(MalformedBatch):
         decode_batch(encode([stored(block_hashes=[b"x" * 65])]))
-
-
-def test_a_servers_block_that_was_computed_twice_behind_a_held_one_has_two_copies() -> None:
-    """As the last block of a prompt, which is never a hit. A full report begins with the chain."""
-    pool = VllmPool(2, 8, far=True)
-    last = stored(block_hashes=[b"2"], parent_block_hash=b"1", token_ids=[3, 4], extra_keys=None)
-    told(pool, STORED, last, last)
-    assert told(pool, BlockRemoved([b"2"])) == []
-    assert told(pool, BlockRemoved([b"2"])) == [BlocksRemoved(chain(1, 2, 3, 4)[16:])]

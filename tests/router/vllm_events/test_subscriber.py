@@ -254,19 +254,6 @@ def test_a_sign_of_life_has_no_events_and_reveals_what_was_lost(beat: bytes, cou
     assert line.batches == 5
 
 
-def test_a_sign_of_life_that_repeats_a_number_is_no_restart(routers: Routers) -> None:
-    """Of an engine that resends nothing, a lower number is one."""
-    line = Line(routers, far=True)
-    line._resends = False
-    for number in range(3):
-        line._hear(number, encode([block(number)]), None)  # type: ignore[arg-type]
-    for beat in BEATS:
-        line._hear(2, beat, None)  # type: ignore[arg-type]
-    assert routers.held() == {ours(0), ours(1), ours(2)}
-    line._hear(1, encode([block(7)]), None)  # type: ignore[arg-type]
-    assert routers.held() == {ours(7)}
-
-
 def test_a_listener_that_fails_says_so_and_begins_anew(
     endpoints: EventEndpoints, engine: Publisher, routers: Routers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +331,7 @@ def test_a_replay_without_an_end_ends_in_time(endpoints: EventEndpoints, routers
     def flood() -> None:
         client, empty, _ = replay.recv_multipart()
         number = 0
-        while not over.is_set() and number < 3000:
+        while not over.is_set():
             replay.send_multipart((client, empty, frame_of(number), encode([block(number % 200)])))
             number += 1
 

@@ -315,34 +315,3 @@ def test_long_prompts_may_be_repeated_to_us(tokens: int) -> None:
     in_its_time(
         script, Worker(cards=[{**CARDS[0], "max_model_len": 200_000}]), max_model_len=200_000, vocab_size=1 << 21
     )
-
-
-def test_while_a_version_is_replaced_no_request_gets_it_under_the_name_of_another() -> None:
-    """The server names the adapter all the time, and a load that fails leaves it with neither version for certain."""
-
-    async def script(seat: Seat, worker: Worker) -> None:
-        await fit(seat)
-        for version in "12":
-            seat.adapters.load(AdapterSpec("poet", version, f"/{version}"))
-        out, ended = ask(seat, "first", scope=PrefixScope("tiny", "poet@1"))
-        await ended.wait()
-        worker.late_s["/v1/load_lora_adapter"] = lambda: 100.0
-        began_s = now_s()
-        second, replaced = ask(seat, "second", scope=PrefixScope("tiny", "poet@2"))
-        await asyncio.sleep(1.0)
-        again, back = ask(seat, "again", scope=PrefixScope("tiny", "poet@1"))
-        await replaced.wait()
-        assert (second.finish["second"], round(now_s() - began_s)) == ("length", 100)
-        await back.wait()
-        assert (again.finish["again"], round(now_s() - began_s)) == ("length", 200), "loaded once more"
-        worker.late_s["/v1/load_lora_adapter"] = lambda: 2 * LOAD_S
-        failed, ended = ask(seat, "failed", scope=PrefixScope("tiny", "poet@2"))
-        await ended.wait()
-        worker.late_s.clear()
-        loads = len([path for _, path in worker.asked if "/load_lora" in path])
-        last, ended = ask(seat, "last", scope=PrefixScope("tiny", "poet@1"))
-        await ended.wait()
-        assert (failed.kinds["failed"], last.finish["last"], out.finish["first"]) == ("unavailable", "length", "length")
-        assert len([path for _, path in worker.asked if "/load_lora" in path]) == loads + 1
-
-    in_its_time(script)

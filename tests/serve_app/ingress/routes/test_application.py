@@ -31,7 +31,7 @@ from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.routes.application import make_application
+from serve_app.ingress.routes.application import ROUTERS, make_application
 from serve_app.ingress.routes.handler import BODIES
 from serve_app.ingress.services import Services
 from serve_app.tenants import Tenants, make_api_key
@@ -213,7 +213,9 @@ def test_pages_of_other_sites_post_nowhere(path: str) -> None:
 
 def every_route() -> list[tuple[str, str]]:
     """Return each route with a method, of FastAPI's own and ours, with a value for each part of its path."""
-    routes = [route for route in make_application(services_of(AppConfig())).routes if isinstance(route, Route)]
+    # FastAPI keeps the routes of a router that it includes in that router.
+    routers = (*ROUTERS, make_application(services_of(AppConfig())))
+    routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
     return [(method, re.sub(r"{.*?}", "x", route.path)) for route in routes for method in sorted(route.methods or ())]
 
 

@@ -1,0 +1,182 @@
+"""One hostile client of each kind in turn beside a neighbour and a probe, on a real server with its defaults.
+
+`/health` is asked every 50 ms: its longest wait is how long the server stood still. The neighbour streams short chats,
+one after the other; its times are compared with those alone, in the same run.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import yaml
+
+from benchmarks.common.report import names_of, parser_of, percentile, spread, write
+from benchmarks.common.server import instance
+from benchmarks.isolation.hostile.attacks import ATTACKS, Victim, attack
+from serve_app.cli.bench import RequestFailed, chat_body, stream_answer
+from serve_app.tenants import make_api_key
+
+PROBE_S = 0.05
+REST_S = 2.0
+"""Between two kinds: what one has left to do is its own."""
+ANSWER_TOKENS = 8
+TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Watched:
+    """What the probe and the neighbour saw: seconds of each answer, and what failed."""
+
+    health_s: list[float] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    total_s: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures."""
+        chats = {"ttft_s": spread(self.ttft_s), "answer_s": spread(self.total_s)} if self.ttft_s else {}
+        return {
+            "worst_health_s": max(self.health_s, default=None), "probes": len(self.health_s), "chats": len(self.ttft_s),
+            **chats, "failed": self.failed[:5],
+        }  # fmt: skip
+
+
+async def probe(url: str, seen: Watched) -> None:
+    """Ask for the health at fixed moments; a late answer counts from when it was due."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client, asyncio.TaskGroup() as group:
+
+        async def ask(due_s: float) -> None:
+            try:
+                status = (await client.get(f"{url}/health")).status_code
+                if status != 200:
+                    seen.failed.append(f"/health: {status}")
+            except httpx.HTTPError as error:
+                seen.failed.append(f"/health: {error!r}")
+            seen.health_s.append(time.perf_counter() - due_s)
+
+        due_s = time.perf_counter()
+        while True:
+            group.create_task(ask(time.perf_counter()))
+            due_s = max(due_s + PROBE_S, time.perf_counter())
+            await asyncio.sleep(due_s - time.perf_counter())
+
+
+async def neighbour(url: str, key: str, model: str, seen: Watched) -> None:
+    """Stream short chats, one after the other."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        number = 0
+        while True:
+            body = chat_body(model, ANSWER_TOKENS, f"{number}: what is due?", "Answer questions about contracts.")
+            begun_s = time.perf_counter()
+            try:
+                answer = await stream_answer(client, f"{url}/v1/chat/completions", body, headers)
+            except (RequestFailed, httpx.HTTPError) as error:
+                seen.failed.append(str(error)[:200])
+                await asyncio.sleep(PROBE_S)
+            else:
+                seen.ttft_s.append(answer.ttft_s)
+                seen.total_s.append(time.perf_counter() - begun_s)
+            number += 1
+
+
+@asynccontextmanager
+async def watching(url: str, key: str, model: str) -> AsyncIterator[Watched]:
+    """Watch during the block; what is under way at its end counts."""
+    seen = Watched()
+    tasks = [asyncio.create_task(probe(url, seen)), asyncio.create_task(neighbour(url, key, model, seen))]
+    try:
+        yield seen
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def measure(target: Victim, key: str, model: str, kinds: list[str], seconds: float) -> dict[str, Any]:
+    """Return the figures alone and beside each kind."""
+    async with watching(target.url, key, model):
+        await asyncio.sleep(REST_S)  # nothing is compiled or loaded later
+    async with watching(target.url, key, model) as alone:
+        await asyncio.sleep(max(20.0, seconds))
+    found: dict[str, Any] = {}
+    together = Watched()
+    for kind in kinds:
+        print(f"{kind}, {seconds:g} s", file=sys.stderr, flush=True)
+        async with watching(target.url, key, model) as seen, attack(kind, target) as statuses:
+            await asyncio.sleep(seconds)
+        for name in ("health_s", "ttft_s", "total_s", "failed"):
+            getattr(together, name).extend(getattr(seen, name))
+        found[kind] = {**seen.to_json(), **ratios(alone, seen), "statuses": dict(statuses)}
+        await asyncio.sleep(REST_S)
+    return {"alone": alone.to_json(), "beside": {**together.to_json(), **ratios(alone, together)}, "kinds": found}
+
+
+def ratios(alone: Watched, beside: Watched) -> dict[str, float | None]:
+    """Return the neighbour's p99 beside a client to that alone."""
+
+    def of(name: str) -> float | None:
+        without, under = getattr(alone, name), getattr(beside, name)
+        return percentile(under, 99) / percentile(without, 99) if without and under else None
+
+    return {"ttft_p99_ratio": of("ttft_s"), "answer_p99_ratio": of("total_s")}
+
+
+@contextlib.contextmanager
+def stage(model: str, *, tenants: bool) -> Iterator[tuple[Victim, str]]:
+    """Start a server; yield the hostile client's target and the neighbour's key. ``tenants``: two, each with a key."""
+    settings: dict[str, Any] = {"model": model}
+    keys = {name: make_api_key() for name in ("hostile", "neighbour")} if tenants else {}
+    if tenants:
+        settings["tenants"] = [{"name": name, "key_sha256": [digest]} for name, (_, digest) in keys.items()]
+    with tempfile.TemporaryDirectory(prefix="warmpath-hostile-") as directory:
+        config = Path(directory) / "settings.yaml"
+        config.write_text(yaml.safe_dump(settings))
+        config.chmod(0o600)
+        with instance("--config", str(config), env={"XDG_STATE_HOME": directory}) as url:
+            parts = urlsplit(url)
+            assert parts.hostname is not None and parts.port is not None
+            own = {name: key for name, (key, _) in keys.items()}
+            yield Victim(parts.hostname, parts.port, own.get("hostile", "")), own.get("neighbour", "")
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """Return the findings in sentences."""
+    kinds, beside = results["kinds"], results["beside"]
+    worst = max(kinds, key=lambda kind: kinds[kind]["worst_health_s"] or 0.0)
+    slow = max(kinds, key=lambda kind: kinds[kind]["answer_p99_ratio"] or 0.0)
+    return (
+        f"Beside {len(kinds)} hostile clients /health takes at most {beside['worst_health_s']:.2f} s ({worst}; "
+        f"alone {results['alone']['worst_health_s']:.2f} s), the neighbour's p99 is "
+        f"{beside['answer_p99_ratio'] or 0.0:.2f} times that alone for a whole answer, "
+        f"{beside['ttft_p99_ratio'] or 0.0:.2f} times to the first token (the slowest: {slow}, "
+        f"{kinds[slow]['answer_p99_ratio'] or 0.0:.2f}); {len(beside['failed'])} of its requests and probes failed."
+    )
+
+
+def main() -> None:
+    """Parse flags, run, write the JSON."""
+    parser = parser_of(__doc__, model="demo")
+    names = ",".join(ATTACKS)
+    parser.add_argument("--kinds", type=names_of(ATTACKS), default=names, help=names)
+    parser.add_argument("--seconds", type=float, default=100 / len(ATTACKS), help="of each kind; all: 100")
+    parser.add_argument("--tenants", action="store_true", help="each client has a key of its own; else there are none")
+    arguments: argparse.Namespace = parser.parse_args()
+    with stage(arguments.model, tenants=arguments.tenants) as (target, key):
+        results = asyncio.run(measure(target, key, arguments.model, arguments.kinds, arguments.seconds))
+    write(arguments.json, vars(arguments), results, summary(results))
+
+
+if __name__ == "__main__":
+    main()
