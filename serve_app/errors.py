@@ -4,6 +4,7 @@ A message names the remedy. It never holds a stack trace, another tenant's data,
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,6 +91,19 @@ class InvalidRequest(WarmpathError):
     code: str | None = None
 
 
+class UnsupportedMediaType(InvalidRequest):
+    """The body is not JSON, or compressed in an unknown way."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class UnsupportedEncoding(UnsupportedMediaType):
+    """The body is compressed in an unknown way."""
+
+    code = "unsupported_content_encoding"
+
+
 class Conflict(InvalidRequest):
     """The object's state does not allow this."""
 
@@ -125,6 +139,17 @@ class NotFound(WarmpathError):
     status = 404
     type = "invalid_request_error"
     code = "not_found"
+
+
+class MethodNotAllowed(NotFound):
+    """The path exists, the method does not. ``allowed``: those that do."""
+
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, allowed: Sequence[str]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class ResponseDamaged(NotFound):

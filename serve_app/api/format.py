@@ -22,6 +22,15 @@ END = b"\n\n"
 """The end of an event; an encoder's JSON holds no line break."""
 
 
+def comment(text: str = "") -> bytes:
+    """Frame a line that clients ignore; ``text`` has no line break."""
+    return b": %b\n\n" % text.encode() if text else b":\n\n"
+
+
+SIGN = comment()
+"""A sign of life for the APIs without an event for it."""
+
+
 def named_event(name: str, payload: bytes) -> bytes:
     """Frame one line of JSON under an event name, for the APIs that name their events."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), payload)
@@ -229,6 +238,10 @@ class AnswerStream(Protocol):
 
 class AnswerFormat(Protocol):
     """One API's shape of answers and errors. It is stateless: an answer's state is in its stream."""
+
+    @property
+    def sign(self) -> bytes:
+        """The sign of life of a stream that waits; it may come before the first event and between any two."""
 
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""

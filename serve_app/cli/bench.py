@@ -68,6 +68,14 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
         yield rest.decode()
 
 
+def _status_of(error: Any) -> int:
+    """Return the status that an error event would have had as an answer of its own."""
+    kind, code = (error.get("type"), error.get("code")) if isinstance(error, dict) else (None, None)
+    if kind == "server_error" and code not in ("generation_failed", "timeout"):
+        return 503
+    return {"rate_limit_error": 429, "invalid_request_error": 400}.get(str(kind), 500)
+
+
 async def stream_events(
     client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
 ) -> AsyncIterator[dict[str, Any]]:
@@ -83,7 +91,8 @@ async def stream_events(
             elif data:
                 event: dict[str, Any] = json.loads(data)
                 if "error" in event:
-                    raise StreamCut(500, data)
+                    # After a wait, a refusal is an event.
+                    raise StreamCut(_status_of(event["error"]), data)
                 yield event
     if not done:
         raise StreamCut(500, "the stream ended early")

@@ -10,23 +10,25 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+import httpx
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from serve_app.checkpoints.demo_model import RECIPES
 from serve_app.checkpoints.sources import SMOLLM2
-from serve_app.cli.local_ray import IDLE_TIMEOUT_S, answers, keep_token_private, local_environment
+from serve_app.cli.draining import drain
+from serve_app.cli.local_ray import answers, keep_token_private, local_environment
 from serve_app.cli.processes import end_descendants
 from serve_app.cli.supervisor import Launch
 from serve_app.config.app import AppConfig, deployment_of
-from serve_app.errors import innermost
-from serve_app.ray_compat import NODE_TOO_SLOW, use_outside_of_replicas
+from serve_app.errors import Overloaded, innermost
+from serve_app.ray_compat import NODE_TOO_SLOW
 
 APP_NAME = "warmpath"
 HEALTHY_WITHIN_S = 300.0
@@ -52,9 +54,9 @@ def main() -> None:
             _write_to(launch.log)
         with _serving(settings, launch, console):
             channel.write(b"serving\n")  # before the user reads the greeting, and may stop the instance
-            print(greeting(settings, launch.url), file=output, flush=True)
+            print(greeting(settings, launch.url, refusal_without_key(launch.url)), file=output, flush=True)
             stop.wait()
-            _drain(settings.shutdown_timeout_s, console)
+            drain((APP_NAME,), settings.shutdown_timeout_s, console)
     except StartFailed as error:
         console.print(f"error: {error}", style="red")
         sys.exit(1)
@@ -122,7 +124,7 @@ def _serving(settings: AppConfig, launch: Launch, console: Console) -> Iterator[
         served = settings.served()
         first = sum(one.first_replicas for one in served.values())
         with _step(console, f"[3/4] {first} replicas and the ingress"):
-            http = {"host": launch.host, "port": launch.port, "keep_alive_timeout_s": IDLE_TIMEOUT_S}
+            http = {"host": launch.host, "port": launch.port, "keep_alive_timeout_s": launch.keep_alive_timeout_s}
             ray_serve.start(http_options=http, proxy_location="HeadOnly")
             target = ray_serve.RunTarget(build_app(settings), name=APP_NAME, route_prefix="/")
             ray_serve.run_many([target], wait_for_applications_running=False)
@@ -173,21 +175,6 @@ def _start_ray(settings: AppConfig, verbose: bool, console: Console) -> Path:
     return Path(context.address_info["session_dir"]) / "logs" / "serve"
 
 
-def _drain(timeout_s: float, console: Console) -> None:
-    """Let every ingress finish its answers. Never raises, so that a stop continues."""
-    from ray import serve as ray_serve
-
-    try:
-        handle = ray_serve.get_app_handle(APP_NAME)
-        use_outside_of_replicas(handle)
-        cut: list[Any] = handle.broadcast("stop", timeout_s).results(timeout_s=timeout_s + 30)
-        if sum(cut):
-            console.print(f"{sum(cut)} answers were not whole after {timeout_s:g} s, and ended with an error")
-    except Exception:
-        traceback.print_exc()
-        console.print("an ingress could not be stopped in order; its answers break off")
-
-
 def _wait_until_running(served: Mapping[str, AppConfig], settings: AppConfig, logs: Path) -> dict[str, str]:
     """Return when the application runs, with the reasons of models that do not start, by name.
 
@@ -231,13 +218,29 @@ def _wait_healthy(url: str, logs: Path) -> None:
     raise StartFailed(f"{url} did not answer within {HEALTHY_WITHIN_S:.0f} s; the logs of Serve are in {logs}")
 
 
-def greeting(settings: AppConfig, url: str) -> str:
-    """Return the text for a new user when the instance is ready: commands to paste, and notes on its limits."""
+def refusal_without_key(url: str) -> tuple[int, str]:
+    """Return the status and the message of an instance's answer to a client without a key: (200, "") for an open one.
+
+    The settings do not tell: operators add tenants to the database. (0, "") if it does not answer.
+    """
+    with suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
+        answer = httpx.get(f"{url}/v1/models", timeout=5, trust_env=False)
+        return answer.status_code, "" if answer.is_success else str(answer.json()["error"]["message"])
+    return 0, ""
+
+
+def greeting(settings: AppConfig, url: str, without_key: tuple[int, str] = (200, "")) -> str:
+    """Return the text for a new user when the instance is ready: commands to paste, and notes on its limits.
+
+    ``without_key``: how the instance answers a client without a key (``refusal_without_key``).
+    """
     served = settings.served()
     model_name = next(iter(served))
-    key = "YOUR_KEY" if settings.tenants else "none"
-    auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.tenants else ""
-    operators = "   (both with an operator key)" if settings.tenants or settings.operator_key_sha256 else ""
+    status, refusal = without_key
+    closed = status != 200 if status else bool(settings.tenants)
+    key = "YOUR_KEY" if closed else "none"
+    auth = " -H 'Authorization: Bearer YOUR_KEY'" if closed else ""
+    operators = "   (both with an operator key)" if closed or settings.operator_key_sha256 else ""
     request = {"model": model_name, "stream": True, "messages": [{"role": "user", "content": "Hello"}]}
     body = json.dumps({**request, "temperature": 0, "max_tokens": 32})
     models = {one.model for one in served.values()}
@@ -246,7 +249,9 @@ def greeting(settings: AppConfig, url: str) -> str:
         "This model has random weights: it answers nonsense. Bring another with --model.": models <= RECIPES.keys(),
         "SmolLM2-135M-Instruct writes full English sentences, which are not always true.": SMOLLM2 in models,
         "simulated: no model runs; tokens are made up and times come from a cost model.": simulated,
-        "No API keys are configured: every client of this port is the tenant `default`.": not settings.tenants,
+        "No API keys are configured: every client of this port is the tenant `default`.": not closed,
+        f"Nobody is answered yet. {refusal}\nwarmpath tenants add NAME --url {url} && "
+        f"warmpath keys new NAME --url {url}": status == Overloaded.status,
     }
     lines = [
         f"warmpath serves {name} at {url} with {one.first_replicas} replicas (engine: {one.engine})\n"

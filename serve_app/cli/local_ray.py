@@ -39,7 +39,7 @@ BUFFER_BYTES = MAX_HEADER_BYTES
 """HAProxy's buffer, its bound of headers. A request that fits is resent to another ingress if its first dies early."""
 RETRY_ON = "conn-failure empty-response"
 IDLE_TIMEOUT_S = 30
-"""For a connection without a request."""
+"""For a connection without a request, by default."""
 
 _DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -19,8 +19,9 @@ from serve_app.cli.commands import keys, prompts, tenants
 from serve_app.cli.commands.check import check, doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
+from serve_app.cli.commands.stop import stop
 from serve_app.cli.console import Commands, console, fail
-from serve_app.cli.local_ray import MAX_CONNECTIONS_PER_ADDRESS
+from serve_app.cli.local_ray import IDLE_TIMEOUT_S, MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor, giving_up
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import SPEC_ARGS
@@ -80,6 +81,7 @@ app.add_typer(keys.app, name="keys", rich_help_panel=TENANTS)
 app.add_typer(tenants.app, name="tenants", rich_help_panel=TENANTS)
 app.add_typer(prompts.app, name="prompts", rich_help_panel=TENANTS)
 app.add_typer(questions.app, name="bench", rich_help_panel=PLANNING)
+app.command(rich_help_panel="Serving")(stop)
 app.command(rich_help_panel="Serving")(infer)
 app.command(rich_help_panel=PLANNING)(plan)
 app.command(rich_help_panel=TROUBLE)(doctor)
@@ -131,6 +133,9 @@ def serve(
     max_connections_per_address: Annotated[
         int, typer.Option(help="requests in flight per client address; more get a 429", min=1)
     ] = MAX_CONNECTIONS_PER_ADDRESS,
+    keep_alive_timeout_s: Annotated[
+        int, typer.Option(help="seconds that an idle connection stays open; more than those of a proxy in front", min=1)
+    ] = IDLE_TIMEOUT_S,
     verbose: Annotated[bool, typer.Option(help="show the logs of Ray and the replicas, and whole tracebacks")] = False,
 ) -> None:
     """Start an instance on this machine and serve until Ctrl-C.
@@ -180,7 +185,7 @@ def serve(
     with giving_up(console):
         settings = with_model(settings)
         given = settings.model_dump(mode="json", exclude_unset=True)
-        launch = Launch(given, host, port, haproxy, max_connections_per_address, verbose)
+        launch = Launch(given, host, port, haproxy, max_connections_per_address, verbose, keep_alive_timeout_s)
         status = Supervisor(console, settings.shutdown_timeout_s).run(launch)
     raise typer.Exit(status)
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
 
+from serve_app.cli.local_ray import IDLE_TIMEOUT_S
 from serve_app.cli.processes import OWNER, adopt_orphans, end_descendants, forget_orphans
 
 _OWN_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), ControlType.SHOW_CURSOR)
@@ -40,6 +41,7 @@ class Launch:
     haproxy: bool
     max_connections_per_address: int
     verbose: bool
+    keep_alive_timeout_s: int = IDLE_TIMEOUT_S
     run_dir: str = ""
     log: str = ""
 

@@ -6,7 +6,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from router.settings import DEFAULT_POLICY, DEFAULTS, MAX_ATTRIBUTES, PolicyName
 from serve_app.config.cache import MIB, CacheSection, LifecycleSection
@@ -67,6 +76,17 @@ def is_template(value: object) -> bool:
 
 AttributeName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]{0,63}$")]
 AttributeValue = Annotated[str, StringConstraints(max_length=64)] | FiniteFloat
+
+
+def _origin(text: str) -> str:
+    """Return an origin as browsers write it."""
+    origin = text.lower().rstrip("/")
+    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is None:
+        raise ValueError("must be the origin of a page, such as https://chat.example.com, or *")
+    return origin
+
+
+Origin = Annotated[str, AfterValidator(_origin)]
 
 
 class RoutingSection(BaseModel):
@@ -150,6 +170,11 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         None,
         description="names of this server, in lower case; requests to others are refused, except to addresses, "
         "localhost and .internal; default: any, but none for `warmpath serve` on loopback without tenants",
+    )
+    allowed_origins: list[Origin] = Field(
+        default_factory=list,
+        description="origins of other sites' pages whose scripts may ask this server from a browser (CORS), "
+        "such as https://chat.example.com, or *; default: none",
     )
     enable_docs: bool | None = Field(
         None,
@@ -286,7 +311,16 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
 
 
 SHARED = frozenset(TenantsSection.model_fields) - {"public_prompts", "prompts_dir"} | {
-    *("models", "aliases", "ingress_replicas", "allowed_hosts", "enable_docs", "otlp_endpoint", "max_body_bytes"),
+    *(
+        "models",
+        "aliases",
+        "ingress_replicas",
+        "allowed_hosts",
+        "allowed_origins",
+        "enable_docs",
+        "otlp_endpoint",
+        "max_body_bytes",
+    ),
     *("shutdown_timeout_s", "agent_prompt_rules"),
 }
 """The settings that all models have in common, so no entry of `models` has them."""

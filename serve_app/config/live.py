@@ -23,6 +23,7 @@ LIVE = frozenset(
         "vllm_metrics",
         "public_prompts",
         "allowed_hosts",
+        "allowed_origins",
         "enable_docs",
         "max_queued_requests",
         "max_body_bytes",

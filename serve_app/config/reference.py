@@ -77,6 +77,7 @@ def settings_page() -> str:
 EXAMPLES = {
     "autoscaling": "{min_replicas: 2, max_replicas: 8, target_ttft_s: 2s}",
     "allowed_hosts": "[chat.example.com]",
+    "allowed_origins": "[https://chat.example.com]",
     "lora_adapters": "{pirate: adapters/pirate}",
     "tenants": f"""
   - name: acme

@@ -14,19 +14,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve_app.api import format as sse
 from serve_app.api.format import AnswerFormat, AnswerHead, AnswerStream
-from serve_app.api.request import ignored_fields
+from serve_app.api.request import GenerateRequest, ignored_fields
 from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.queue import Place
 from serve_app.generation.answer import Piece, PieceSink
 from serve_app.generation.request_usage import save_warning
 from serve_app.generation.tool_calls.call_reader import WholeChoice
-from serve_app.ingress.client_headers import Connection, connection_of
+from serve_app.ingress.client_headers import Connection
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import LAST_EVENT_S, Deadline
-from serve_app.ingress.http import ADVICE, PROMPT_RULES, WARNING, json_response, until_disconnect
+from serve_app.ingress.http import ADVICE, CLIENT_LEFT, PROMPT_RULES, WARNING, json_response, until_disconnect
+from serve_app.ingress.lifeline import Lifeline, StreamResponse
 from serve_app.ingress.observe.answer_meter import AnswerMeter
 
 logger = logging.getLogger(__name__)
@@ -57,33 +57,40 @@ class Answer:
             self.meter.end(error)
 
 
-class EventStream(Response):
+class EventStream(StreamResponse):
     """An answer as server-sent events, written directly to the connection; ``opening``: its first piece."""
 
-    def __init__(self, answer: Answer, opening: Piece) -> None:
-        headers = _headers(answer, opening.first.save if opening.first is not None else None)
-        super().__init__(headers={**sse.HEADERS, **headers, "content-type": sse.CONTENT_TYPE})
-        del self.headers["content-length"]
+    def __init__(self, answer: Answer, opening: Piece, lifeline: Lifeline | None) -> None:
+        self._told = _headers(answer, opening.first.save if opening.first is not None else None)
+        super().__init__(self._told)
         self._answer = answer
         self._opening = opening
+        self._lifeline = lifeline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
         answer, stream = self._answer, self._answer.format.stream(self._answer.head)
+        lifeline = self._lifeline or Lifeline(scope, send, answer.format.sign)
+        status = self.status_code
         try:
             async with until_disconnect(Request(scope, receive)):
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                last = await self._events(stream, connection_of(scope, send))
+                await lifeline.begin(self, self._told, send)
+                last = await self._events(stream, lifeline.connection)
+                lifeline.close()
                 # A client that stopped reading may have reached its deadline: it gets a little more time for this.
                 remaining_s = max(0.0, answer.deadline.at_s - time.perf_counter()) + LAST_EVENT_S
                 async with asyncio.timeout(remaining_s):
+                    await lifeline.settle()
                     await send({"type": "http.response.body", "body": last, "more_body": False})
         except TimeoutError:
             logger.info("stream %s ends without its last event: its client does not read", answer.head.answer_id)
         except (ClientDisconnect, asyncio.CancelledError) as error:
-            answer.meter.client_left()
+            status = CLIENT_LEFT
             if isinstance(error, asyncio.CancelledError):
                 raise
+        finally:
+            lifeline.close()
+            self.ended(status)
 
     async def _events(self, stream: AnswerStream, connection: Connection) -> bytes:
         """Send all events except the last one, and return that: an error if the answer breaks off."""
@@ -152,31 +159,32 @@ async def whole(answer: Answer) -> Response:
     return made
 
 
-async def streamed(answer: Answer) -> Response:
-    """Return an answer as a stream, after its first piece: earlier errors have a status. Raises a ``WarmpathError``."""
+async def streamed(answer: Answer, lifeline: Lifeline | None = None) -> Response:
+    """Return an answer as a stream, after its first piece: earlier errors are the guard's. Raises a ``WarmpathError``.
+
+    ``lifeline``: what its client has been sent meanwhile; None: nothing.
+    """
     async with AsyncExitStack() as ending:
         await ending.enter_async_context(answer)
         async with answer.deadline.limit():
             first = await anext(answer.pieces)
         ending.pop_all()  # from here on, the stream ends the answer
-    return EventStream(answer, first)
+    return EventStream(answer, first, lifeline)
 
 
 def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
     """Return headers with the version of the registered prompt, a warning for each unmet wish, and advice."""
     meter = answer.meter
-    prompt = meter.generations[0].prompt_ref
-    unenforced = meter.generations[0].warning
-    warnings = (
-        save_warning(save, meter.usage.asked_by),
-        ignored_fields(meter.request.unknown),
-        unenforced,
-        answer.head.note,
-    )
-    headers = {
-        "x-warmpath-prompt": prompt,
-        ADVICE: meter.advice(),
-        PROMPT_RULES: ", ".join(meter.request.prompt_rules),
-        WARNING: "; ".join(filter(None, warnings)),
-    }
+    unmet = save_warning(save, meter.usage.asked_by), meter.generations[0].warning
+    told = {"x-warmpath-prompt": meter.generations[0].prompt_ref, ADVICE: meter.advice()}
+    return {**_told(told), **request_headers(meter.request, answer.head.note, *unmet)}
+
+
+def request_headers(wanted: GenerateRequest, note: str = "", *unmet: str) -> dict[str, str]:
+    """Return headers with a warning for each unmet wish, ``note`` among them, and the rules for the prompt."""
+    warnings = filter(None, (*unmet, ignored_fields(wanted.unknown), note))
+    return _told({PROMPT_RULES: ", ".join(wanted.prompt_rules), WARNING: "; ".join(warnings)})
+
+
+def _told(headers: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if value}

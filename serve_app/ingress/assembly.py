@@ -219,7 +219,7 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
         limits,
         budgets,
         TenantAdmin(registry, broadcast),
-        RouteGuard(tenants, metrics, drain, limits, config.allowed_hosts, observers),
+        RouteGuard(tenants, metrics, drain, limits, config.allowed_hosts, observers, config.allowed_origins),
         broadcast,
         TokenReceiver(ray.util.get_node_ip_address()),
         open_tracer(config.otlp_endpoint, "ingress", name),
@@ -327,6 +327,7 @@ async def _make_model(
     completions = Completions(
         config, preparer, dispatcher, tokenizer, readers, observers, metrics, front_door, workers, common.drain
     )
+    completions.no_replica = lambda: not core.replica_ids or core.all_out
     admin = AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses)
     if several is not None:
         completions.entrance, completions.choose = several.entrance, several.choose

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.background import run_in_background
 from serve_app.api.hints import MOST_WORD_CHARS, is_true
@@ -108,15 +108,24 @@ class _Outermost:
 
 
 class Connection:
-    """Sends the middle of a body. ``flow``: the server's flow control of the connection, None if unknown."""
+    """Sends the middle of a body. ``flow``: the server's flow control of the connection, None if unknown.
 
-    def __init__(self, send: Send, flow: Any) -> None:
+    ``silent``: whoever sets it learns later whether something was sent since.
+    """
+
+    def __init__(self, send: Send, flow: Any, transport: Any = None) -> None:
         self._send = send
         self._flow = flow
+        self._transport = transport
+        self.silent = False
 
     def open(self) -> bool:
         """Return whether the client keeps up, so that ``write`` can be used now."""
         return self._flow is not None and not self._flow.write_paused
+
+    def drained(self) -> bool:
+        """Return whether nothing that was sent waits here for the client, as far as is known."""
+        return self._transport is None or not self._transport.get_write_buffer_size()
 
     def write(self, part: bytes) -> None:
         """Send a part at once, while the connection is ``open``."""
@@ -131,6 +140,7 @@ class Connection:
     async def send(self, part: bytes) -> None:
         """Send a part, once the client keeps up."""
         if part:
+            self.silent = False
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
 
@@ -143,7 +153,7 @@ def connection_of(scope: Scope, send: Send) -> Connection:
     outermost = scope.get(_CONNECTION)
     if isinstance(outermost, _Outermost) and outermost.loop is asyncio.get_running_loop() and outermost.send:
         cycle = getattr(outermost.send, "__self__", None)  # of uvicorn
-        return Connection(outermost.send, getattr(cycle, "flow", None))
+        return Connection(outermost.send, getattr(cycle, "flow", None), getattr(cycle, "transport", None))
     return Connection(send, None)
 
 
@@ -152,6 +162,30 @@ def arrived_s(scope: Scope) -> float:
     outermost = scope.get(_CONNECTION)
     known = outermost.arrived_s if isinstance(outermost, _Outermost) else None
     return time.perf_counter() if known is None else known
+
+
+def until_closed(send: Send) -> Send:
+    """Return ``send`` for HTTP/1.0, where a body of unknown length ends with its connection (RFC 9112 6.1).
+
+    uvicorn would send chunks. HAProxy asks in its client's version, and passes such an answer on.
+    """
+    cycle: Any = getattr(send, "__self__", None)
+    if not hasattr(cycle, "chunked_encoding"):  # h11 does this by itself
+        return send
+    unknown_length = False
+
+    async def plain(message: Message) -> None:
+        nonlocal unknown_length
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            unknown_length = b"content-length" not in names and message["status"] not in (204, 304)
+            if unknown_length:
+                cycle.chunked_encoding, cycle.keep_alive = False, False
+        elif unknown_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return plain
 
 
 class ClientHeaders:
@@ -167,6 +201,8 @@ class ClientHeaders:
         loop = asyncio.get_running_loop()
         if self._watching is None and (guard := guard_of(send)) is not None:
             self._watching = run_in_background(guard.run)
+        if scope.get("http_version") == "1.0":
+            send = until_closed(send)
         scope[_CONNECTION] = _Outermost(send, loop, time.perf_counter())
         if "headers" in scope:
             if (error := self._addresses.refusal(scope)) is not None:

@@ -33,11 +33,12 @@ from serve_app.fairness.queue import FairWorkers
 from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces, told_ids
 from serve_app.generation.prepare import Preparer, most_values
 from serve_app.generation.tool_calls.reader import AnswerReaders
-from serve_app.ingress.answers import Answer, streamed, whole
+from serve_app.ingress.answers import Answer, request_headers, streamed, whole
 from serve_app.ingress.client_headers import arrived_s, with_session
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.http import read_body, until_disconnect
+from serve_app.ingress.lifeline import HEAD_AFTER_S, NEAR_REFUSAL_S, Lifeline
 from serve_app.ingress.observe.answer_meter import AnswerMeter, Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants import Tenant
@@ -74,6 +75,7 @@ class Completions:
     """Answers generation requests in any API's format. ``config``: the settings in force.
 
     ``choose``: among several models, or None: there is one. ``entrance``: where requests of all models arrive.
+    ``no_replica``: whether there is none now.
     """
 
     config: AppConfig
@@ -88,6 +90,7 @@ class Completions:
     drain: Drain
     entrance: FrontDoor | None = None
     choose: Choose | None = None
+    no_replica: Callable[[], bool] = lambda: False
 
     def configure(self, config: AppConfig) -> None:
         """Use other settings from the next request on."""
@@ -128,6 +131,9 @@ class Completions:
         trace: RequestTrace | None = getattr(request.state, "trace", None)
         stage: Callable[[str], None] = trace.stage if trace is not None else lambda _: None
         stage("read")
+        lifeline: Lifeline | None = None
+        if wanted.stream:
+            lifeline = request.state.lifeline = self._lifeline(request, wanted, answer_format, note)
         async with until_disconnect(request):
             async with deadline.limit():
                 await arrival.turn(wanted.choices, wanted.order, flex=wanted.service_tier == "flex")
@@ -159,7 +165,24 @@ class Completions:
                 note,
             )
             answer = Answer(answer_format, head, pieces, sink, place, meter, deadline)
-            return await (streamed if wanted.stream else whole)(answer)
+            return await (streamed(answer, lifeline) if wanted.stream else whole(answer))
+
+    def _lifeline(self, request: Request, wanted: GenerateRequest, form: AnswerFormat, note: str) -> Lifeline:
+        """Return what shows the client of an accepted stream that it lives."""
+
+        def near_refusal() -> bool:
+            # That there is no replica is a status of its own, which clients act on.
+            return self.no_replica() and self.config.no_replica_wait_s < HEAD_AFTER_S + NEAR_REFUSAL_S
+
+        return Lifeline(
+            request.scope,
+            request._send,
+            form.sign,
+            lambda: request_headers(wanted, note),
+            getattr(request.state, "dress", lambda response: response),
+            lambda error: form.stream(AnswerHead("", 0, "")).error(error),
+            near_refusal,
+        )
 
     async def tokens(
         self, request: Request, tenant: Tenant, parse: Parse, form: Conversation | None = None

@@ -1,11 +1,13 @@
 """The common part of all routes: access, errors in the shape of the API, and counting answers."""
 
+import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from ipaddress import ip_address
+from functools import partial
+from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from typing import NamedTuple, Protocol
-from urllib.parse import urlsplit
 
 from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect, Request
@@ -16,27 +18,27 @@ from serve_app.api.format import RenderError, RenderLimits
 from serve_app.errors import (
     AuthenticationFailed,
     GenerationFailed,
-    InvalidRequest,
-    LimitReason,
     Overloaded,
     PermissionDenied,
+    UnsupportedMediaType,
     WarmpathError,
 )
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.drain import Drain
-from serve_app.ingress.http import credentials, error_headers, json_response, request_id_of
+from serve_app.ingress.http import (
+    CLIENT_LEFT,
+    credentials,
+    error_headers,
+    has_left,
+    json_response,
+    request_id_of,
+)
+from serve_app.ingress.lifeline import Lifeline, RefusedStream, StreamResponse, lifeline_of
 from serve_app.ingress.observe.answer_meter import Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants import DEFAULT_TENANT, Tenant, Tenants
 
 logger = logging.getLogger(__name__)
-
-
-class UnsupportedMediaType(InvalidRequest):
-    """The declared type of the body is not JSON."""
-
-    status = 415
-    code = "unsupported_media_type"
 
 
 class Api(NamedTuple):
@@ -67,7 +69,10 @@ class CountsAnswers(Protocol):
 
 @dataclass(slots=True)
 class RouteGuard:
-    """Runs routes. ``allowed_hosts``: this server's names, None for any (``foreign_host``)."""
+    """Runs routes. ``allowed_hosts``: this server's names, None for any (``foreign_host``).
+
+    ``allowed_origins``: of pages of other sites whose scripts may ask, "*" for all.
+    """
 
     tenants: Tenants
     metrics: IngressMetrics
@@ -75,10 +80,11 @@ class RouteGuard:
     limits: TenantLimits = field(default_factory=TenantLimits)
     allowed_hosts: Collection[str] | None = None
     observers: Observers = field(default_factory=Observers)
+    allowed_origins: Collection[str] = ()
 
-    def configure(self, allowed_hosts: Collection[str] | None) -> None:
-        """Use other names of this server."""
-        self.allowed_hosts = allowed_hosts
+    def configure(self, allowed_hosts: Collection[str] | None, allowed_origins: Collection[str]) -> None:
+        """Use other names of this server, and let in other sites' pages."""
+        self.allowed_hosts, self.allowed_origins = allowed_hosts, allowed_origins
 
     def tenant(self, request: Request) -> Tenant:
         """Return the caller's tenant, and store it for the counters. Raises AuthenticationFailed."""
@@ -110,30 +116,69 @@ class RouteGuard:
     async def answer(
         self, request: Request, endpoint: str, api: Api, work: Callable[[], Awaitable[Response]]
     ) -> Response:
-        """Run a route's work, count the answer and add the tenant's limits; failures become errors of the API."""
-        reason: LimitReason | None = None
+        """Run a route's work, count the answer and add the tenant's limits; failures become errors of the API.
+
+        A stream is counted at its end, and a client that leaves before its answer is there by the status 499.
+        """
+        request.state.dress = partial(self._dressed, request, api)
+        error: Exception | None = None
         try:
-            refuse_foreign_page(request)
+            refuse_foreign_page(request, self.allowed_origins)
             if request.method == "POST":
                 self.drain.refuse()
-            response = api.named(await work(), request)
+            response = await work()
+        except asyncio.CancelledError:
+            # Serve cancels the request of a client that has left, and others, too.
+            if await has_left(request):
+                self._count(request, endpoint, CLIENT_LEFT)
+            self._close(request)
+            raise
         except ClientDisconnect:
-            self.metrics.add("warmpath_client_disconnects_total")
-            response = api.named(Response(status_code=499), request)
-        except Exception as error:
-            shown = _shown(error, request)
-            response, reason = api.refusal(shown, request), shown.reason
-        tenant = _found(request)
-        name = tenant.name if tenant is not None else DEFAULT_TENANT if self.tenants.open else "none"
-        counts: CountsAnswers = getattr(request.state, "counts", self)
-        counts.metrics.answered(endpoint, response.status_code, name)
-        if reason is not None:
+            response = Response(status_code=CLIENT_LEFT)
+            self._close(request)
+        except Exception as failure:
+            error, waiting = _shown(failure, request), self._close(request)
+            response = api.refusal(error, request) if waiting is None else RefusedStream(waiting, error)
+            self._refuse(request, error, late=waiting is not None)
+        if isinstance(response, StreamResponse):
+            response.ended = partial(self._count, request, endpoint)
+        else:
+            self._count(request, endpoint, response.status_code)
+        return self._dressed(request, api, response)
+
+    def _close(self, request: Request) -> Lifeline | None:
+        """Return the lifeline of a stream that ends here, if its client has the stream's head already."""
+        found = lifeline_of(request)
+        return found if found is not None and found.close() else None
+
+    def _refuse(self, request: Request, error: WarmpathError, *, late: bool) -> None:
+        """Tell of a refusal. ``late``: its status is not seen in the answer."""
+        tenant, counts = self._counted(request)
+        if late:
+            counts.metrics.add("warmpath_broken_streams_total", status=str(error.status), tenant=tenant)
+        if error.reason is not None:
             for tell in counts.observers.refused:
-                tell(name, reason)
+                tell(tenant, error.reason)
+
+    def _count(self, request: Request, endpoint: str, status: int) -> None:
+        """Count an answer, once for each request."""
+        tenant, counts = self._counted(request)
+        counts.metrics.answered(endpoint, status, tenant)
+        if status == CLIENT_LEFT:
+            counts.metrics.add("warmpath_client_disconnects_total")
+
+    def _counted(self, request: Request) -> tuple[str, CountsAnswers]:
+        """Return under which tenant, and where, a request is counted."""
+        tenant, counts = _found(request), getattr(request.state, "counts", self)
+        return tenant.name if tenant is not None else DEFAULT_TENANT if self.tenants.open else "none", counts
+
+    def _dressed(self, request: Request, api: Api, response: Response) -> Response:
+        """Return an answer with the headers that all of its API and tenant have."""
+        tenant = _found(request)
         left = self.limits.left(tenant.name) if tenant is not None else None
         if left is not None:
             response.headers.update(api.limits(left))
-        return response
+        return api.named(response, request)
 
 
 def _found(request: Request) -> Tenant | None:
@@ -155,15 +200,15 @@ def _shown(error: Exception, request: Request) -> WarmpathError:
     return GenerationFailed("A fault on the server; it was logged under this request id.")
 
 
-def refuse_foreign_page(request: Request) -> None:
-    """Refuse a POST that another site's page makes a browser send.
+def refuse_foreign_page(request: Request, allowed_origins: Collection[str] = ()) -> None:
+    """Refuse a POST that another site's page makes a browser send, unless the page is let in.
 
     Such a page reaches servers on the user's machine, which may need no key. Other clients send no ``Origin``. Raises
     UnsupportedMediaType for a type other than JSON (for JSON, a browser first asks for a permission that it never
     gets). It also asks for a DELETE of any type.
     """
     origin = request.headers.get("origin")
-    if request.method != "POST" or origin is None:
+    if request.method != "POST" or origin is None or origin in allowed_origins or "*" in allowed_origins:
         return
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if origin.partition("://")[2] != request.headers.get("host", "") and media_type != "application/json":
@@ -191,15 +236,30 @@ def foreign_host(request: Request, allowed_hosts: Collection[str] | None) -> Per
 
 
 def _is_ours(host: str, allowed_hosts: Collection[str]) -> bool:
-    try:
-        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-    except ValueError:
-        return False
+    name = host_name(host)
     # Nobody can register a name in .internal; Docker's host.docker.internal is one.
-    if name == "localhost" or name.endswith((".localhost", ".internal")) or name in allowed_hosts:
-        return True
+    if name in ("", "localhost") or name.endswith((".localhost", ".internal")) or _is_address(name):
+        return name != ""
+    return any(name == host_name(allowed) for allowed in allowed_hosts)
+
+
+def host_name(host: str) -> str:
+    """Return the name or address in a ``Host`` header, in lower case, without its port and the root's dot.
+
+    Return "" if it is none: no part of it may pass for a name that it is not (``evil.example@localhost``).
+    """
+    found = _HOST.fullmatch(host.lower())
+    return found[1] if found is not None else ""
+
+
+_LABEL = r"[^\s\x00-\x1f\x7f.\[\]:/?#@\\%]+"
+_HOST = re.compile(rf"(\[[0-9a-f:.]{{2,45}}\]|{_LABEL}(?:\.{_LABEL})*)\.?(?::[0-9]{{0,5}})?")
+"""RFC 3986 3.2.2, without escapes: no browser sends one."""
+
+
+def _is_address(name: str) -> bool:
     try:
-        ip_address(name)
-    except ValueError:
+        _ = IPv6Address(name[1:-1]) if name.startswith("[") else IPv4Address(name)
+    except AddressValueError:
         return False
     return True

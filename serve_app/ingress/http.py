@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import math
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,13 +16,17 @@ from serve_app.errors import (
     AuthenticationFailed,
     BudgetSpent,
     InvalidRequest,
+    MethodNotAllowed,
     RequestTimeout,
     RequestTooLarge,
+    UnsupportedEncoding,
     WarmpathError,
 )
 from serve_app.ray_compat import serve_request_id
 
 BODY_TIMEOUT_S = 30.0
+CLIENT_LEFT = 499
+"""The status under which a request is counted whose client left before the end of its answer. Source: nginx."""
 WARNING = "x-warmpath-warning"
 """The header that names what was ignored."""
 PROMPT_RULES = "x-warmpath-prompt-rules"
@@ -31,6 +36,8 @@ ADVICE = "x-warmpath-advice"
 MIN_BODY_BYTES_PER_S = 65_536
 """A body may take ``BODY_TIMEOUT_S``, plus the time that its received bytes need at this rate."""
 _MOST_DIGITS = 32
+GZIP_STEP_BYTES = 64 << 10
+"""How much of a compressed body is expanded at once, before other requests have their turn."""
 
 
 def request_id_of(request: Request) -> str:
@@ -55,7 +62,7 @@ def credentials(request: Request) -> str | None:
 async def read_body(
     request: Request, max_bytes: int, grow: Callable[[int], None] = lambda _: None, timeout_s: float = BODY_TIMEOUT_S
 ) -> bytes:
-    """Return the body. ``grow`` gets byte counts before the bytes are stored: the announced size, or each part.
+    """Return the body, expanded. ``grow`` gets byte counts before bytes are stored: the announced size, or each part.
 
     Raises like ``body_parts``.
     """
@@ -75,16 +82,27 @@ async def read_body(
 async def body_parts(
     request: Request, max_bytes: int, too_large: str, timeout_s: float = BODY_TIMEOUT_S
 ) -> AsyncIterator[bytes]:
-    """Yield the parts of the body as they arrive.
+    """Yield the parts of the body as they arrive; of one in gzip, as they are expanded: ``max_bytes`` bounds both.
 
     Raises RequestTooLarge as soon as possible, and RequestTimeout if the body stops for ``timeout_s``, or falls
-    behind ``MIN_BODY_BYTES_PER_S`` by as much. The caller's own time does not count.
+    behind ``MIN_BODY_BYTES_PER_S`` by as much. The caller's own time does not count. Raises UnsupportedEncoding, and
+    InvalidRequest for a body that is not what its header says.
     """
     if _announced(request) > max_bytes:
         raise RequestTooLarge(too_large)
-    encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding not in ("", "identity"):
-        raise InvalidRequest(f"Content-Encoding {encoding[:32]!r} is not supported; send the body uncompressed.")
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    parts = _received(request, max_bytes, too_large, timeout_s)
+    if encoding in ("gzip", "x-gzip"):
+        parts = _expanded(parts, max_bytes, too_large)
+    elif encoding not in ("", "identity"):
+        message = f"Content-Encoding {encoding[:32]!r} is not supported; send the body uncompressed, or in gzip."
+        raise UnsupportedEncoding(message)
+    async for part in parts:
+        yield part
+
+
+async def _received(request: Request, max_bytes: int, too_large: str, timeout_s: float) -> AsyncIterator[bytes]:
+    """Yield the parts of the body as they were sent."""
     stream, clock, size, waited_s = request.stream(), asyncio.get_running_loop().time, 0, 0.0
     while True:
         begun_s = clock()
@@ -102,6 +120,30 @@ async def body_parts(
         yield part
 
 
+async def _expanded(parts: AsyncIterator[bytes], max_bytes: int, too_large: str) -> AsyncIterator[bytes]:
+    """Yield the content of a body in gzip. A small one may stand for gigabytes, so it is expanded in steps."""
+    gzip, size = zlib.decompressobj(zlib.MAX_WBITS | 16), 0
+    async for part in parts:
+        left = part
+        while left:
+            try:
+                expanded = gzip.decompress(left, GZIP_STEP_BYTES)
+            except zlib.error as error:
+                raise InvalidRequest("The body is not gzip, as its Content-Encoding says.") from error
+            if gzip.unused_data:
+                raise InvalidRequest("Something follows the body's gzip stream; send one stream.")
+            left = gzip.unconsumed_tail
+            size += len(expanded)
+            if size > max_bytes:
+                raise RequestTooLarge(too_large)
+            if expanded:
+                yield expanded
+            if left:
+                await asyncio.sleep(0)
+    if not gzip.eof:
+        raise InvalidRequest("The body's gzip stream breaks off; send it again.")
+
+
 def _announced(request: Request) -> int:
     announced = request.headers.get("content-length", "")
     # Python converts no more than 4,300 digits.
@@ -114,8 +156,20 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_headers(error: WarmpathError) -> dict[str, str]:
-    """Return ``Retry-After`` (whole seconds, at least 1); a request timeout also closes its connection."""
-    headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}
+    """Return the headers that belong to an error's status (RFC 9110).
+
+    ``Retry-After`` is in whole seconds, at least 1; a request timeout also closes its connection.
+    """
+    headers: dict[str, str] = {}
+    match error:
+        case RequestTimeout():
+            headers["connection"] = "close"
+        case AuthenticationFailed():
+            headers["www-authenticate"] = "Bearer"
+        case MethodNotAllowed():
+            headers["allow"] = ", ".join(error.allowed)
+        case UnsupportedEncoding():
+            headers["accept-encoding"] = "gzip"
     if error.retry_after_s is not None:
         if isinstance(error, BudgetSpent):  # clients of OpenAI and Anthropic would wait for it
             headers["x-should-retry"] = "false"
@@ -152,6 +206,18 @@ async def until_disconnect(request: Request) -> AsyncIterator[None]:
         over = True
         # It ends in the loop's next round, before another task begins to receive.
         watcher.cancel()
+
+
+async def has_left(request: Request) -> bool:
+    """Return whether the client has disconnected, as far as is known. The body must be read, or of no use."""
+    try:
+        async with asyncio.timeout(0):
+            await until_gone(request.receive)
+    except TimeoutError:
+        return False
+    except Exception:  # an error in receiving counts as a disconnect
+        return True
+    return True
 
 
 async def until_gone(receive: Callable[[], Awaitable[Any]]) -> None:

@@ -83,7 +83,7 @@ class Access:
         self.shares.set_weights(config.cache_shares)
         self.limits.configure(config.tenants)
         self.front_door.configure(config.max_queued_requests, BODIES * config.max_body_bytes)
-        self.guard.configure(config.allowed_hosts)
+        self.guard.configure(config.allowed_hosts, config.allowed_origins)
 
 
 @dataclass(slots=True)

@@ -268,6 +268,41 @@ def test_two_applications_share_what_is_in_their_database(cluster: Cluster, tmp_
     assert HTTP.get(f"{cluster.url}/two", follow_redirects=True).status_code == 200
 
 
+def test_warmpath_stop_finishes_answers(cluster: Cluster) -> None:
+    """New requests get a 503 meanwhile, and then nothing runs on the cluster. docs: cluster"""
+    args = {
+        "model": "demo",
+        "engine": "simulated",
+        "replicas": 1,
+        "replica_num_cpus": 0.1,
+        "simulated_decode_step_s": 0.1,
+    }
+    cluster.deploy_args(args)
+    cluster.wait_for_replicas(1)
+    url, body = f"{cluster.url}/v1/chat/completions", {**CHAT, "stream": True, "ignore_eos": True}
+    with HTTP.stream("POST", url, json={**body, "max_tokens": 150}) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        assert next(lines)
+        stop = subprocess.Popen(
+            [BIN / "warmpath", "stop", "-y", "--timeout-s=100"],
+            env=cluster.env,
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        eventually(lambda: HTTP.get(f"{cluster.url}/health").json()["status"] == "stopping")
+        refused = HTTP.post(url, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_stopping")
+        assert [*lines][-1] == "data: [DONE]"
+    told = stop.communicate(timeout=PATIENCE_S)[1]
+    assert (stop.returncode, "stopping warmpath: answers under way have 100 s" in told) == (0, True), told
+    assert "Traceback" not in told and "not whole" not in told
+    again = subprocess.run(
+        [BIN / "warmpath", "stop", "-y"], env=cluster.env, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert (again.returncode, "no application runs on this cluster" in again.stderr) == (2, True), again.stderr
+
+
 def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: Cluster) -> None:
     """Under a running stream: policy, tenants, keys, prompts and limits change, and no process, cache or byte does.
 

@@ -89,6 +89,8 @@ Compare = Callable[[str, RequestDigests, Usage], dict[str, Any] | None]
 class MessagesFormat:
     """An ``AnswerFormat`` for messages with one choice. ``compare`` compares them with their tenant's earlier ones."""
 
+    sign = named_event("ping", b'{"type":"ping"}')
+
     def __init__(self, compare: Compare) -> None:
         self._compare = compare
 

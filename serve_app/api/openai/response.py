@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from serve_app.api.format import (
+    SIGN,
     AnswerHead,
     AnswerStream,
     ApiFinishReason,
@@ -159,6 +160,7 @@ class OpenAiFormat:
     content: Callable[[Choice], dict[str, Any]]
     chunks: _Chunks
     common: Callable[[Choice], dict[str, Any]] = lambda _: {}
+    sign: bytes = SIGN
 
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""

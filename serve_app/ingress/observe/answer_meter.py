@@ -139,10 +139,6 @@ class AnswerMeter:
         for tell in self.observers.sent:
             tell(self, piece.index, piece.first.cached_tokens)
 
-    def client_left(self) -> None:
-        """Count a client that disconnected before the end."""
-        self.metrics.add("warmpath_client_disconnects_total")
-
     def end(self, error: BaseException | None) -> None:
         """Finish the answer; a tenant pays nothing for one that was refused before its first piece.
 

@@ -21,7 +21,7 @@ _TEXT = """
 # The clients' view
 Counted by each ingress. Use these times in dashboards and alerts: only they include the client's whole waiting time.
 warmpath_requests_total: ingress endpoint status tenant
-    Answered HTTP requests of every endpoint, errors included. status 499: the client disconnected first. tenant none:
+    Answered HTTP requests of every endpoint, errors included. status 499: the client left before the end. tenant none:
     no valid key.
 warmpath_time_to_first_token_seconds: ingress tenant (histogram)
     Time from a request's arrival at the ingress to its first token: reading, waiting for a place, tokenizing, routing,

@@ -1,22 +1,25 @@
 """The FastAPI application of one ingress: all routes, errors for unknown paths, and the API's documentation."""
 
 import asyncio
+import functools
+import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from serve_app.api.openai.response import openai_error
-from serve_app.errors import NotFound, WarmpathError
+from serve_app.errors import MethodNotAllowed, NotFound, WarmpathError
 from serve_app.ingress.guard import Api, foreign_host
 from serve_app.ingress.http import credentials, json_response
 from serve_app.ingress.observe.tracing import TraceRequests
@@ -25,11 +28,12 @@ from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI, speaks_a
 from serve_app.ingress.services import Services
 
 OPENAPI_PATH = "/openapi.json"
+ALL_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "POST")
 ROUTERS = tuple(
     each.router for each in (generation, responses, batches, tokens, operations, admin, tenants, events, page)
 )
-PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
-
+ROUTES = tuple(route for router in ROUTERS for route in router.routes if isinstance(route, Route))
+PATHS = frozenset(route.path for route in ROUTES)
 
 _POOLING = "the models here generate text; use a server of such a model (`vllm serve MODEL --runner pooling`)"
 _CLASSIFYING = f"{_POOLING}, or ask a chat model, with a schema in response_format"
@@ -129,17 +133,57 @@ def _add_docs(application: FastAPI, services: Services) -> None:
         return get_swagger_ui_html(openapi_url=OPENAPI_PATH.removeprefix("/"), title=application.title)
 
 
+class _HeadSent(OSError):
+    """A HEAD's answer is complete; for its route the client has left."""
+
+
+async def _without_body(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer HEAD as GET without the body (RFC 9110 9.3.2); a stream ends with its head."""
+    complete = False
+
+    async def head(message: Message) -> None:
+        nonlocal complete
+        if message["type"] == "http.response.start":
+            await send(message)
+        elif not complete:
+            complete = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if message.get("more_body"):
+            raise _HeadSent
+
+    try:
+        await answer({**scope, "method": "GET"}, receive, head)
+    except (_HeadSent, ClientDisconnect):
+        if not complete:
+            raise
+
+
 class _Application(FastAPI):
     """Counts HTTP requests until their whole answer is sent; describes the bodies that handlers parse themselves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.state.services.access.drain.answering() if scope["type"] == "http" else nullcontext():
-            await (self._refused(scope) or super().__call__)(scope, receive, send)
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        answer: ASGIApp = super().__call__
+        if scope["method"] == "HEAD":
+            answer = functools.partial(_without_body, answer)
+        with self.state.services.access.drain.answering():
+            await (self._refused(scope) or self._let_in(scope, answer))(scope, receive, send)
+
+    def _let_in(self, scope: Scope, answer: ASGIApp) -> ASGIApp:
+        """Return what also tells a browser that pages of some other sites may ask and read."""
+        origins = self.state.services.access.guard.allowed_origins
+        if not origins or not any(name == b"origin" for name, _ in scope["headers"]):
+            return answer
+        return CORSMiddleware(
+            answer, tuple(origins), allow_methods=ALL_METHODS, allow_headers=("*",), expose_headers=("*",)
+        )
 
     def _refused(self, scope: Scope) -> Response | None:
         """Return the refusal of a request for another host: no route answers it, so none can forget to check."""
         guard = self.state.services.access.guard
-        if scope["type"] != "http" or guard.allowed_hosts is None:
+        if guard.allowed_hosts is None:
             return None
         error = foreign_host(request := Request(scope), guard.allowed_hosts)
         if error is None:
@@ -157,26 +201,26 @@ class _Application(FastAPI):
         return super().openapi()
 
 
-class MethodNotAllowed(NotFound):
-    """The path exists, the method does not."""
-
-    status = 405
-    code = "method_not_allowed"
-
-
 async def _no_such_route(request: Request, error: Exception) -> Response:
     path, prefix = _path(request), request.scope.get("root_path", "")
     if not path and request.method in ("GET", "HEAD"):
         # The page's paths are relative to a folder. So is this one: no client can name another host in it.
         return Response(status_code=307, headers={"location": f"{prefix.rpartition('/')[2]}/"})
+    other_method = isinstance(error, HTTPException) and error.status_code == 405
+    methods = _methods(path) or ["GET"]  # those of FastAPI's own routes
+    allowed = sorted({*methods, "OPTIONS", *(["HEAD"] if "GET" in methods else [])})
+    if other_method and request.method == "OPTIONS":
+        return Response(status_code=204, headers={"allow": ", ".join(allowed)})
     shown: WarmpathError
-    if why := _not_here(path):
+    if not other_method and (other := _meant(path, request.method)):
+        shown = NotFound(f"There is no {path[:200]} here; did you mean {other[:200]}?")
+    elif why := _not_here(path):
         shown = NotFound(f"There is no {path[:200]} here: {why}.")
-    elif isinstance(error, HTTPException) and error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        shown = MethodNotAllowed(f"{request.method} is not allowed on {path[:200]}; use {allowed}.")
+    elif other_method:
+        use = " or ".join(methods)
+        shown = MethodNotAllowed(f"{request.method} is not allowed on {path[:200]}; use {use}.", allowed)
     else:
-        shown = NotFound(f"There is no {path[:200]} here; {_advice(path)}")
+        shown = NotFound(f"There is no {path[:200]} here; GET /docs lists the routes.")
     api = ANTHROPIC if speaks_anthropic(request) else _api_of(path)
     return api.refusal(shown, request)
 
@@ -185,6 +229,23 @@ async def _refused_there(request: Request, error: Exception) -> Response:
     """Answer an error of a route without a guard."""
     assert isinstance(error, WarmpathError)
     return (ANTHROPIC if speaks_anthropic(request) else _api_of(_path(request))).refusal(error, request)
+
+
+def _methods(path: str) -> list[str]:
+    """Return the methods of a path."""
+    return sorted({one for route in ROUTES if route.path_regex.match(path) for one in route.methods or ()} - {"HEAD"})
+
+
+def _meant(path: str, method: str) -> str:
+    """Return a similar path that there is, "" for none.
+
+    Clients' base URLs lack /v1, repeat it, have it where the path has none, or end with a slash, as paths do.
+    """
+    plain = re.sub("//+", "/", path).rstrip("/")
+    for other in (plain, f"/v1{plain}", plain.removeprefix("/v1")):
+        if other != path and (other in PATHS or (other == plain and method in _methods(other))):
+            return other
+    return ""
 
 
 def _path(request: Request) -> str:
@@ -213,11 +274,3 @@ async def _no_websocket(websocket: WebSocket) -> None:
         await websocket.send_denial_response(json_response(shown.body, shown.status))
     except RuntimeError:  # a proxy that cannot pass an answer on
         await websocket.close(reason=shown.body["error"]["message"])
-
-
-def _advice(path: str) -> str:
-    """Suggest another path: clients' base URLs may lack /v1, repeat it, or have it where the path has none."""
-    for other in (f"/v1{path}", path.removeprefix("/v1")):
-        if other != path and other in PATHS:
-            return f"did you mean {other}?"
-    return "GET /docs lists the routes."

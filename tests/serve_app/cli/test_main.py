@@ -11,11 +11,17 @@ from typer.testing import CliRunner
 from router import __version__
 from serve_app.cli import main
 from serve_app.cli.checks.run import findings
-from serve_app.cli.instance import greeting
+from serve_app.cli.instance import greeting, refusal_without_key
+from serve_app.cli.local_ray import held_port
 from serve_app.cli.main import app
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
+from serve_app.config.tenants import TenantConfig
+from serve_app.ingress.routes.application import make_application
+from serve_app.tenants import make_api_key
+from tests.serve_app.ingress.routes.test_application import services_of
+from tests.serve_app.ingress.scripted import Loopback
 
 
 @pytest.fixture
@@ -120,6 +126,32 @@ def test_printed_requests_do_not_sample() -> None:
     [body] = re.findall(r"-d '(.*)'", text)
     assert json.loads(body)["temperature"] == 0
     assert re.search(r"completions\.create\([^)]*temperature=0\b", text)
+
+
+@pytest.mark.parametrize("place", ["nowhere", "settings", "database", "nowhere, but required"])
+def test_the_greeting_says_who_is_answered(place: str) -> None:
+    """As the server is asked, not as the settings are read: tenants may be in its database, or be required."""
+    tenant = TenantConfig(name="acme", key_sha256=[make_api_key()[1]])
+    config = AppConfig(model="demo", tenants=[tenant] if place == "settings" else [])
+    services = services_of(config)
+    refusal = "This server has no tenants yet." if "required" in place else ""
+    tenants = [tenant] if place in ("settings", "database") else []
+    services.access.tenants.configure(tenants, [], refusal=refusal)
+    with Loopback(lambda: make_application(services)) as running:
+        text = greeting(config, running.url, refusal_without_key(running.url))
+    is_open = place == "nowhere"
+    assert ("No API keys are configured" in text) == is_open
+    assert ("-H 'Authorization: Bearer YOUR_KEY'" in text) == ('api_key="YOUR_KEY"' in text) == (not is_open)
+    assert ("with an operator key" in text) == (not is_open)
+    assert (refusal in text and "warmpath tenants add NAME" in text) == bool(refusal) or is_open
+
+
+@pytest.mark.parametrize("tenants", [0, 1])
+def test_the_greeting_of_a_server_that_does_not_tell_is_by_its_settings(tenants: int) -> None:
+    config = AppConfig(tenants=[TenantConfig(name="acme", key_sha256=[make_api_key()[1]])] * tenants)
+    with held_port() as port:
+        text = greeting(config, "http://h", refusal_without_key(f"http://127.0.0.1:{port}"))
+    assert ("YOUR_KEY" in text, "No API keys are configured" in text) == (bool(tenants), not tenants)
 
 
 @pytest.mark.parametrize(("gpus", "block_size"), [(0, 32), (2, 16)])

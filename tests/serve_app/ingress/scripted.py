@@ -5,7 +5,7 @@ import inspect
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from math import inf
@@ -16,7 +16,7 @@ import numpy as np
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.api.anthropic.history import MessageHistory
@@ -102,6 +102,7 @@ class Script:
     ends: asyncio.Semaphore | None = None
     loop: asyncio.AbstractEventLoop | None = None
     door: FrontDoor | None = None
+    metrics: IngressMetrics = field(default_factory=IngressMetrics)
     desk: BatchDesk | None = None
     end_token: int | None = None
 
@@ -175,6 +176,34 @@ def observed(
     return observers
 
 
+def cancelling(application: ASGIApp) -> ASGIApp:
+    """Return an application whose requests are cancelled when their clients leave, as Ray Serve does it."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await application(scope, receive, send)
+            return
+        messages, last = asyncio.Queue[Any](), None
+
+        async def listen() -> None:
+            nonlocal last
+            while last is None:
+                messages.put_nowait(message := await receive())
+                last = message if message["type"].endswith(".disconnect") else None
+
+        async def take() -> Any:
+            return last if last is not None and messages.empty() else await messages.get()
+
+        listener, answer = asyncio.create_task(listen()), asyncio.create_task(application(scope, take, send))
+        await asyncio.wait((listener, answer), return_when=asyncio.FIRST_COMPLETED)
+        (listener if answer.done() else answer).cancel()
+        await asyncio.gather(listener, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await answer
+
+    return serve
+
+
 class Loopback:
     """An application on loopback, in its own thread and loop: ``make`` creates it there, ``call`` runs more there."""
 
@@ -241,7 +270,7 @@ def scripted(
     guard, history = RouteGuard(tenants, metrics, drain), MessageHistory()
     scripts, served = dict[str, Script](), dict[str, Services]()
     for name in names:
-        script = scripts[name] = Script(tokenizer, "" if name == "demo" else "Nobody asked for me.")
+        script = scripts[name] = Script(tokenizer, "" if name == "demo" else "Nobody asked for me.", metrics=metrics)
         adapters = AdapterRegistry(name)
         preparer = Preparer(info, tokenizer, tenants, secret, adapters, Limits(max_model_len, 64))
         door = script.door = FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26)
@@ -272,7 +301,7 @@ def scripted(
             desk = scripts["demo"].desk = BatchDesk(objects, "ingress", lambda: tenants.by_name, gates)
             for services in served.values():
                 services.records.stored, services.records.batches = stored, desk
-        return ClientHeaders(make_application(served[names[0]]))  # as Ray serves it
+        return ClientHeaders(cancelling(make_application(served[names[0]])))  # as Ray serves it
 
     with Loopback(application) as running:
         yield running.url, scripts["demo"]

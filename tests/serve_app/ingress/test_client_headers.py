@@ -11,10 +11,12 @@ from unittest.mock import AsyncMock
 import pytest
 from ray.serve._private.http_util import _apply_middlewares, parse_disconnect_disabled_header
 from ray.serve._private.utils import call_function_from_import_path
+from starlette.requests import Request
 
 from serve_app.api.request import CompletionRequest
 from serve_app.ingress.client_headers import ClientHeaders, arrived_s, client_headers, connection_of, with_session
 from serve_app.ingress.connections import CLIENT_HEADERS
+from tests.serve_app.ingress.scripted import PATIENCE_S, server
 
 KEPT = [(b"host", b"x"), (b"authorization", b"Bearer k"), (b"traceparent", b"00-1-2-01")]
 
@@ -167,3 +169,36 @@ def test_a_request_arrives_when_the_server_has_it() -> None:
     assert begun_s == arrived_s(scope) < time.perf_counter()
     assert arrived_s(pickle.loads(pickle.dumps(scope))) > begun_s  # noqa: S301  # its own
     assert arrived_s({"type": "http"}) > begun_s
+
+
+@pytest.mark.parametrize("length", [None, b"12"])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_http_1_0_has_no_chunks(version: str, length: bytes | None) -> None:
+    """A stream ends with its connection there, also if HAProxy keeps that open; the events are the same."""
+    sent = b"one", b"", b"two", b"three!"
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        headers = [] if length is None else [(b"content-length", length)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        connection = connection_of(scope, send)
+        for part in sent:
+            await connection.send(part)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def answer(request: Request) -> Any:
+        async def respond(scope: Any, receive: Any, send: Any) -> None:
+            await ClientHeaders(stream)(scope, receive, send)
+
+        return respond
+
+    async def run() -> bytes:
+        async with server(answer) as (reader, writer):
+            kept = "Connection: keep-alive\r\n" if version == "1.0" and length is None else "Connection: close\r\n"
+            writer.write(f"GET / HTTP/{version}\r\nHost: x\r\n{kept}\r\n".encode())
+            return await asyncio.wait_for(reader.read(), PATIENCE_S)
+
+    head, _, body = asyncio.run(run()).partition(b"\r\n\r\n")
+    chunked = version == "1.1" and length is None
+    assert (b"transfer-encoding" in head) == chunked
+    assert b"connection: close" in head
+    assert body == (b"3\r\none\r\n3\r\ntwo\r\n6\r\nthree!\r\n0\r\n\r\n" if chunked else b"onetwothree!")

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,11 +21,12 @@ from serve_app.errors import (
     Overloaded,
     PermissionDenied,
     RateLimited,
+    UnsupportedMediaType,
     WarmpathError,
 )
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.drain import Drain
-from serve_app.ingress.guard import RouteGuard, UnsupportedMediaType, foreign_host, refuse_foreign_page
+from serve_app.ingress.guard import RouteGuard, foreign_host, refuse_foreign_page
 from serve_app.ingress.observe.answer_meter import Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.handler import OPENAI
@@ -207,3 +210,58 @@ def test_no_method_answers_for_another_host(method: str, origin: str | None) -> 
     assert not known("chat.example", [])
     assert all(known(host, None) for host in (*ours, *foreign, None))
     assert known(None, []) is (origin is None), "a probe in HTTP/1.0 has no Host; a browser always sends one"
+
+
+LABELS = st.sampled_from(["localhost", "internal", "evil", "chat", "example", "127", "0", "1", "255", "256", "01"])
+NAMES = st.lists(LABELS, min_size=1, max_size=5).flatmap(
+    lambda labels: st.lists(st.sampled_from([".", ".", "", "-"]), min_size=len(labels), max_size=len(labels)).map(
+        lambda glue: "".join(label + joint for label, joint in zip(labels, glue, strict=True)).rstrip(".-")
+    )
+)
+ADDRESSES = st.ip_addresses().map(lambda address: f"[{address}]" if address.version == 6 else str(address))
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a name in lower case is this server's, label by label, where it is also chat.example."""
+    labels = name.split(".")
+    if name.startswith("[") or labels == ["chat", "example"]:
+        return True
+    if len(labels) == 4 and all(
+        label.isdecimal() and str(int(label)) == label and int(label) < 256 for label in labels
+    ):
+        return True
+    return labels[-1] == "localhost" or (labels[-1] == "internal" and len(labels) > 1)
+
+
+@given(name=NAMES | ADDRESSES, port=st.sampled_from(["", ":", ":80", ":8000"]), dot=st.booleans(), upper=st.booleans())
+def test_a_host_is_its_name_however_it_is_written(name: str, port: str, dot: bool, upper: bool) -> None:
+    """A port, the root's dot and upper case change nothing, in the header and in the setting; a longer name does."""
+    written = name + "." * (dot and not name.startswith("[")) + port
+    written = written.upper() if upper else written
+    assert (foreign_host(post(host=written), ["Chat.Example.:443"]) is None) == is_ours(name)
+    assert foreign_host(post(host=name), [written]) is None
+
+
+AFTER = ("@.", "/.", "#.", "?.", ":.", ",.", "\\.", "%2e", "\t", ":80.", ":80@")
+
+
+@given(
+    name=st.sampled_from(["localhost", "127.0.0.1", "[::1]", "chat.example", "a.internal"]),
+    before=st.sampled_from(["", "evil.example@", "localhost@", "evil.example/", "evil.example#", "[", " "]),
+    after=st.sampled_from(["", *(f"{end}evil.example" for end in ("", "@", *AFTER)), ":80:80", ":x", "..", "]", " "]),
+)
+def test_what_is_no_host_is_nobodys(name: str, before: str, after: str) -> None:
+    """Nothing before or behind a name of ours makes a host of it; parsers of URLs would find one there."""
+    assume(before or after)
+    assert foreign_host(post(host=before + name + after), ["chat.example"]) is not None
+
+
+@pytest.mark.parametrize("origin", [EVIL, "null", "http://127.0.0.1:3000"])
+def test_pages_that_are_let_in_post_anything(origin: str) -> None:
+    """A file's upload is no JSON; others are still refused."""
+    page = post(host=OURS, origin=origin, content_type="multipart/form-data; boundary=x")
+    for allowed in ([origin], ["*"]):
+        refuse_foreign_page(page, allowed)
+    for allowed in ([], ["http://other.example"], [f"{origin}.example"]):
+        with pytest.raises(UnsupportedMediaType):
+            refuse_foreign_page(page, allowed)

@@ -1,6 +1,9 @@
 """Bodies are bounded, disconnects end work, errors carry Retry-After."""
 
 import asyncio
+import gzip
+import tracemalloc
+import zlib
 from typing import Any
 
 import pytest
@@ -9,8 +12,16 @@ from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
-from serve_app.errors import AuthenticationFailed, InvalidRequest, RateLimited, RequestTimeout, RequestTooLarge
-from serve_app.ingress.http import credentials, error_headers, read_body, until_disconnect
+from serve_app.errors import (
+    AuthenticationFailed,
+    InvalidRequest,
+    RateLimited,
+    RequestTimeout,
+    RequestTooLarge,
+    UnsupportedEncoding,
+    WarmpathError,
+)
+from serve_app.ingress.http import GZIP_STEP_BYTES, credentials, error_headers, has_left, read_body, until_disconnect
 from tests.serve_app.ingress.scripted import PATIENCE_S, server
 
 LEFT = {"type": "http.disconnect"}
@@ -58,15 +69,93 @@ def test_a_key_in_two_headers_is_one_key(scheme: str | None, sent: str, spaces: 
 
 
 def test_a_body_in_parts_is_joined_up_to_the_bound() -> None:
-    """An announced excess length reads nothing, an unannounced one stops at the bound; compression is refused."""
+    """An announced excess length reads nothing, an unannounced one stops at the bound."""
     assert asyncio.run(read_body(request([part(b"abc", True), part(b"de", False)]), 5)) == b"abcde"
     announced, flood = [part(b"x", False)], [part(b"xxxx", True) for _ in range(100)]
     for messages, headers, left in ((announced, {"content-length": "6"}, 1), (flood, {}, 98)):
         with pytest.raises(RequestTooLarge):
             asyncio.run(read_body(request(messages, headers), 5))
         assert len(messages) == left
-    with pytest.raises(InvalidRequest, match="gzip"):
-        asyncio.run(read_body(request([part(b"x", False)], {"content-encoding": "gzip"}), 5))
+
+
+@given(
+    body=st.binary(max_size=300),
+    repeats=st.integers(0, 3000),
+    cuts=st.lists(st.integers(0, 400), max_size=4),
+    max_bytes=st.integers(0, 900_000),
+    level=st.integers(0, 9),
+    name=st.sampled_from(["gzip", "GZIP", "x-gzip"]),
+)
+def test_a_body_in_gzip_is_what_it_stands_for(
+    body: bytes, repeats: int, cuts: list[int], max_bytes: int, level: int, name: str
+) -> None:
+    """However it is cut into parts; ``grow`` hears of every byte before it is kept, and the bound is the content's."""
+    content = body * repeats
+    sent, parts, grown = gzip.compress(content, level), list[bytes](), 0
+    for cut in cuts:
+        parts, sent = [*parts, sent[:cut]], sent[cut:]
+    messages = [part(one, True) for one in parts] + [part(sent, False)]
+
+    def grow(more: int) -> None:
+        nonlocal grown
+        grown += more
+
+    def read() -> bytes:
+        return asyncio.run(read_body(request(messages, {"content-encoding": name}), max_bytes, grow))
+
+    if max(len(content), sum(map(len, (*parts, sent)))) > max_bytes:
+        with pytest.raises(RequestTooLarge):
+            read()
+        assert grown <= max_bytes
+    else:
+        assert read() == content and grown == len(content)
+
+
+def test_a_small_body_that_stands_for_a_large_one_is_not_expanded() -> None:
+    """100 MB in 100 KB: no more than the bound and one step are made of it, with a turn for others after each step."""
+    sent, turns = zlib.compress(bytes(100_000_000), wbits=zlib.MAX_WBITS | 16), 0
+
+    async def run() -> None:
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(others())
+        with pytest.raises(RequestTooLarge):
+            await read_body(request([part(sent, False)], {"content-encoding": "gzip"}), 1 << 20)
+        beside.cancel()
+
+    tracemalloc.start()
+    asyncio.run(run())
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 4 << 20
+    assert turns >= (1 << 20) // GZIP_STEP_BYTES
+
+
+@pytest.mark.parametrize(
+    ("encoding", "sent", "error", "why"),
+    [
+        ("br", b"x", UnsupportedEncoding, "'br'"),
+        ("gzip, gzip", b"x", UnsupportedEncoding, "'gzip, gzip'"),
+        ("deflate", zlib.compress(b"x"), UnsupportedEncoding, "or in gzip"),
+        ("gzip", b'{"model": "demo"}', InvalidRequest, "not gzip"),
+        ("gzip", gzip.compress(b"x" * 99)[:-4], InvalidRequest, "breaks off"),
+        ("gzip", b"", InvalidRequest, "breaks off"),
+        ("gzip", gzip.compress(b"x") + b"y", InvalidRequest, "one stream"),
+        ("gzip", gzip.compress(b"x")[:-8] + b"\0" * 8, InvalidRequest, "not gzip"),
+    ],
+)
+def test_a_body_that_is_not_as_its_encoding_says_is_refused(
+    encoding: str, sent: bytes, error: type[WarmpathError], why: str
+) -> None:
+    """An unknown encoding is a 415 that names a known one (RFC 9110 15.5.16); no fault of a body is ours."""
+    with pytest.raises(error, match=why) as caught:
+        asyncio.run(read_body(request([part(sent, False)], {"content-encoding": encoding}), 1000))
+    assert caught.value.status == (415 if error is UnsupportedEncoding else 400)
+    assert error_headers(caught.value) == ({"accept-encoding": "gzip"} if error is UnsupportedEncoding else {})
 
 
 def test_a_body_that_stops_is_answered_and_its_connection_closed() -> None:
@@ -182,3 +271,31 @@ def test_a_cancelled_request_is_no_disconnect(left: bool) -> None:
             await task
 
     asyncio.run(cancelled())
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize(("messages", "left"), [([LEFT], True), ([part(b"x", False), LEFT], True), ([], False)])
+def test_whether_a_client_has_left_is_known_without_waiting(
+    messages: list[dict[str, Any]], left: bool, cancelled: bool
+) -> None:
+    """Also in a task that is being cancelled, which goes on being cancelled."""
+
+    async def work() -> bool:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            found = await has_left(request([*messages]))
+            task = asyncio.current_task()
+            assert task is not None and task.cancelling() == 1
+            return found
+        raise AssertionError
+
+    async def run() -> bool:
+        if not cancelled:
+            return await has_left(request([*messages]))
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        task.cancel()
+        return await task
+
+    assert asyncio.run(run()) is left

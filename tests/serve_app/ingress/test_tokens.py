@@ -215,7 +215,9 @@ async def test_answers_that_end_in_time_are_waited_for_and_others_end_with_an_er
 async def test_an_answer_counts_until_its_last_byte() -> None:
     """An answer that ends with an exception counts too."""
     drain, begun, sending = Drain(), asyncio.Event(), asyncio.Event()
-    application = make_application(partial_services(drain=drain, guard=SimpleNamespace(allowed_hosts=None)))
+    application = make_application(
+        partial_services(drain=drain, guard=SimpleNamespace(allowed_hosts=None, allowed_origins=()))
+    )
 
     async def send(_: object) -> None:
         begun.set()

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from serve_app.api.format import (
     END,
+    SIGN,
     AnswerHead,
     AnswerStream,
     ApiFinishReason,
@@ -32,6 +33,7 @@ class ResponsesFormat:
     """An ``AnswerFormat`` for one response with one choice. ``response``: its body, once it is complete."""
 
     response: dict[str, Any]
+    sign = SIGN
 
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""

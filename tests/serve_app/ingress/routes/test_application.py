@@ -31,7 +31,7 @@ from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.routes.application import ROUTERS, make_application
+from serve_app.ingress.routes.application import PATHS, ROUTERS, make_application
 from serve_app.ingress.routes.handler import BODIES
 from serve_app.ingress.services import Services
 from serve_app.tenants import Tenants, make_api_key
@@ -47,7 +47,8 @@ PAGE = {"origin": "http://evil.example", "host": "127.0.0.1:8000", "content-type
 def services_of(config: AppConfig, adapters: Sequence[AdapterEntry] = (), **parts: Any) -> Services:
     """Return an ingress with only its settings, the guard and the given parts."""
     tenants = Tenants(config.tenants, b"s" * 32, operator_key_sha256=config.operator_key_sha256)
-    guard = RouteGuard(tenants, IngressMetrics(), Drain(), allowed_hosts=config.allowed_hosts)
+    guard = RouteGuard(tenants, IngressMetrics(), Drain())
+    guard.configure(config.allowed_hosts, config.allowed_origins)
     registry = AdapterRegistry("demo")
     registry.merge(adapters)
     parts.setdefault("broadcast", Broadcast(MagicMock(), "app", 1))
@@ -249,12 +250,82 @@ def test_health_is_told_to_probes_by_address_and_without_a_host() -> None:
         ("/v1/v1/models", "did you mean /v1/models?"),
         ("/v1/health", "did you mean /health?"),
         ("/v1/docs", "GET /docs lists the routes."),
+        ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),
+        ("//v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/responses/one/", "did you mean /v1/responses/one?"),
+        ("/chat/completions/", "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completions/one/", "GET /docs lists the routes."),
         ("/v1/completions", "GET is not allowed on /v1/completions; use POST."),
     ],
 )
 def test_a_wrong_base_url_is_told_the_right_path(path: str, advice: str) -> None:
     """Unpublished paths are not revealed here either."""
     assert get(path, AppConfig()).json()["error"]["message"].endswith(advice)
+
+
+READY: dict[str, Any] = {
+    "core": SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={}),
+    "connecting": SimpleNamespace(done=lambda: True),
+}
+
+
+@pytest.mark.parametrize("path", sorted({re.sub(r"{.*?}", "x", path) for path in PATHS} | {"/openapi.json", "/docs"}))
+def test_head_and_options_and_wrong_methods(path: str) -> None:
+    """HEAD answers as GET, without its body; other methods are refused with those that there are, as OPTIONS tells.
+
+    RFC 9110 9.1, 9.3.2, 9.3.7, 15.5.6. A key that is missing is told the scheme (11.6.1).
+    """
+    services = services_of(AppConfig(), **READY)
+    options = get(path, services, "OPTIONS")
+    assert (options.status_code, options.content) == (204, b"")
+    allowed = options.headers["allow"].split(", ")
+    assert {"OPTIONS", "HEAD"} & {*allowed} == ({"OPTIONS", "HEAD"} if "GET" in allowed else {"OPTIONS"})
+    for method in ("PUT", "PATCH", "TRACE", "DELETE", "POST", "GET", "HEAD"):
+        if method not in allowed:
+            refused = get(path, services, method)
+            if path == "/v1/sessions/x":  # Anthropic's of another kind, which are not here
+                assert (refused.status_code, method != "DELETE") == (404, True)
+                continue
+            assert refused.status_code == 405
+            assert refused.headers["allow"] == options.headers["allow"]
+    if "GET" not in allowed:
+        return
+    for asked in (services, services_of(CLOSED, **READY)):
+        whole, head = get(path, asked), get(path, asked, "HEAD")
+        assert (head.status_code, head.content) == (whole.status_code, b"")
+        assert {**head.headers, "x": ""} == {**whole.headers, "x": ""}
+        assert (whole.headers.get("www-authenticate") == "Bearer") == (whole.status_code == 401)
+
+
+def test_the_head_of_a_stream_ends_it(demo_model_path: Path) -> None:
+    """That of the events would go on for good: on a real server, its connection is free for the next request."""
+    with scripted(demo_model_path) as (url, _), httpx.Client(base_url=url) as client:
+        for path, kind in (("/v1/models", "application/json"), ("/nothing", "application/json"), ("/", "text/html")):
+            head = client.head(path)
+            assert head.headers["content-type"].startswith(kind) and not head.content
+            assert int(head.headers["content-length"]) == len(client.get(path).content)
+
+
+def test_pages_of_configured_origins_are_let_in() -> None:
+    """Their preflight is answered, and they read answers and errors; nobody else does, by default no page."""
+    ours, evil = "https://chat.example", "https://evil.example"
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    for origins, origin, let_in in (
+        ([], ours, False), ([ours], ours, True), ([f"{ours.upper()}/"], ours, True), ([ours], evil, False),
+        (["*"], evil, True), ([ours], f"{ours}.evil.example", False),
+    ):  # fmt: skip
+        services = services_of(AppConfig(allowed_origins=origins))
+        preflight = get("/v1/chat/completions", services, "OPTIONS", {"origin": origin, **asks})
+        refused = get("/v1/chat/completions", services, "GET", {"origin": origin})
+        for answer in (preflight, refused):
+            assert (answer.headers.get("access-control-allow-origin") in (origin, "*")) == let_in
+            assert "access-control-allow-credentials" not in answer.headers
+        if let_in:
+            assert preflight.status_code == 200 and "POST" in preflight.headers["access-control-allow-methods"]
+            assert "authorization" in preflight.headers["access-control-allow-headers"]
+    for wrong in ("chat.example", "https://chat.example/page", ""):
+        with pytest.raises(ValueError, match="must be the origin of a page"):
+            AppConfig(allowed_origins=[wrong])
 
 
 def test_the_version_is_told_to_everybody() -> None:
