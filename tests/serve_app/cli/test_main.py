@@ -121,6 +121,14 @@ def test_an_address_is_a_url_that_clients_take(launched: list[Launch], host: str
     assert launched[0].settings["model"] == "demo", "a model may be named without its flag"
 
 
+@pytest.mark.parametrize(("flags", "seconds"), [([], 30), (["--keep-alive-timeout-s", "75"], 75)])
+def test_idle_connections_stay_open_as_long_as_asked(launched: list[Launch], flags: list[str], seconds: int) -> None:
+    """A proxy in front needs them to stay longer than its own do."""
+    assert CliRunner().invoke(app, ["serve", "demo", *flags]).exit_code == 0
+    assert launched[0].keep_alive_timeout_s == seconds
+    assert CliRunner().invoke(app, ["serve", "demo", "--keep-alive-timeout-s", "0"]).exit_code == 2
+
+
 def test_printed_requests_do_not_sample() -> None:
     text = greeting(AppConfig(model="demo", engine="simulated"), "http://127.0.0.1:8000")
     [body] = re.findall(r"-d '(.*)'", text)

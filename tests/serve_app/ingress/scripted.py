@@ -86,8 +86,9 @@ class Script:
     """A source of tokens that generates ``text``, ``step`` tokens at a time; ``asked``: the generations requested.
 
     ``offers``: whether tokens in the middle are offered to ``take``; ``taken``: the number accepted. ``ends``: an
-    answer waits for one release by ``end``; None: no waiting. ``door``: that of the ingress. ``end_token``: ends the
-    text, None: nobody sees it; like an engine's it is sent only if it is to be shown.
+    answer waits for one release by ``end``, and if it ``holds``, for one more before its end; None: no waiting.
+    ``door``: that of the ingress. ``end_token``: ends the text, None: nobody sees it; like an engine's it is sent only
+    if it is to be shown.
     """
 
     tokenizer: PromptTokenizer
@@ -100,6 +101,7 @@ class Script:
     offers: bool = True
     taken: int = 0
     ends: asyncio.Semaphore | None = None
+    holds: bool = False
     loop: asyncio.AbstractEventLoop | None = None
     door: FrontDoor | None = None
     metrics: IngressMetrics = field(default_factory=IngressMetrics)
@@ -109,6 +111,7 @@ class Script:
     def clear(self) -> None:
         self.end_token = None
         self.text, self.step, self.reason, self.fails, self.offers, self.ends = "", 3, "stop", None, True, None
+        self.holds = False
         if self.door is not None:
             self.door._others_s = -inf  # a batch has not to wait for the requests of the test before
 
@@ -126,6 +129,8 @@ class Script:
             for at in range(0, len(ids), self.step):
                 last = at + self.step >= len(ids) and self.fails is None
                 first = FirstToken(16) if at == 0 else None
+                if last and self.holds and self.ends is not None:
+                    await self.ends.acquire()
                 tokens = output(tuple(ids[at : at + self.step]), first, self.reason if last else None)
                 if self.offers and take is not None and at and not last and take(tokens):
                     self.taken += 1

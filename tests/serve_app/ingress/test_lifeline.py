@@ -105,17 +105,11 @@ def test_a_stream_refused_after_its_head_ends_with_an_error_of_the_api(
     assert told["reason"]["limit"] == "max_waiting_requests"
     assert read.rpartition(b"event: ")[2].startswith(b"error\n") == (api in ("messages", "responses"))
     tenant = ("tenant", "default")
-    grown = {key: value - before.get(key, 0) for key, value in waiting.metrics.values.items()}
-    assert grown["warmpath_broken_streams_total", (("status", "429"), tenant)] == 1
-    assert grown["warmpath_requests_total", (("endpoint", api), ("status", "200"), tenant)] == 1
-    limit = (("limit", "max_waiting_requests"), ("place", "router"), tenant)
-    assert [grown.get(("warmpath_refusals_total", labels), 0) for labels in permuted(limit)].count(1) == 1
-
-
-def permuted(labels: tuple[tuple[str, str], ...]) -> set[tuple[tuple[str, str], ...]]:
-    """Return labels in each order that a counter could have."""
-    a, b, c = labels
-    return {(a, b, c), (a, c, b), (b, a, c), (b, c, a), (c, a, b), (c, b, a)}
+    whole = "warmpath_requests_total", (("endpoint", api), ("status", "200"), tenant)
+    eventually(lambda: waiting.metrics.values[whole] > before.get(whole, 0))
+    limit = "warmpath_refusals_total", (("limit", "max_waiting_requests"), ("place", "router"), tenant)
+    broken = "warmpath_broken_streams_total", (("status", "429"), tenant)
+    assert [waiting.metrics.values[key] - before.get(key, 0) for key in (whole, broken, limit)] == [1, 1, 1]
 
 
 def test_real_clients_read_past_signs_and_raise_late_refusals(
@@ -156,7 +150,7 @@ def test_a_client_that_leaves_is_counted_once(
     hermes: tuple[str, Script], script: Script, api: str, moment: str, stream: bool
 ) -> None:
     """As 499, before and after its stream has begun. Serve cancels its request, beside what listens for it here."""
-    script.text, script.step, script.ends = "It rains. " * 3000, 1, asyncio.Semaphore(0)
+    script.text, script.holds, script.ends = "It rains in Oslo, and nowhere else.", True, asyncio.Semaphore(0)
     asked, before = len(script.asked), script.metrics.values.copy()
     status = ("endpoint", api), ("status", "499"), ("tenant", "default")
 
@@ -169,7 +163,7 @@ def test_a_client_that_leaves_is_counted_once(
             if not stream:
                 pytest.skip("nothing of it is sent before its end")
             script.end()
-            read_until(connection, re.compile(rb"rain"))
+            read_until(connection, re.compile(rb"data: {"))
     eventually(lambda: not script.metrics.values["warmpath_requests_in_flight", ()])
     eventually(lambda: grown().get(("warmpath_requests_total", status)))
     counted = {key: more for key, more in grown().items() if key[0] == "warmpath_requests_total"}
