@@ -121,7 +121,6 @@ class RouteGuard:
         A stream is counted at its end, and a client that leaves before its answer is there by the status 499.
         """
         request.state.dress = partial(self._dressed, request, api)
-        error: Exception | None = None
         try:
             refuse_foreign_page(request, self.allowed_origins)
             if request.method == "POST":
