@@ -422,7 +422,10 @@ async def _registry(objects: StoredObjects | None, config: AppConfig) -> TenantR
 
 
 def about(config: AppConfig) -> dict[str, Any]:
-    """Return the description of the instance in snapshots of the event stream. ``links``: paths for a browser."""
+    """Return the description of the instance in snapshots of the event stream. ``links``: paths for a browser.
+
+    ``from_zero``: without requests, the model has no replica.
+    """
     keyless = config.metrics_public or not (config.tenants or config.operator_key_sha256)
     return {
         "model": config.model_name,
@@ -434,6 +437,7 @@ def about(config: AppConfig) -> dict[str, Any]:
         "rates": RATES,
         "links": ["docs"] * config.documented + ["metrics"] * keyless,
         "keys": bool(config.tenants),
+        "from_zero": config.first_replicas == 0,
     }
 
 

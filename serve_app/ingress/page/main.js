@@ -134,7 +134,7 @@ function drawState(model) {
   byId("sessions").hidden = player.recording !== null;
   tenants.pause(player.recording !== null);
   byId("empty").hidden = model.replicas.size > 0 || model.lately().length > 0;
-  const [lead, more] = EMPTY[name] ?? ["The map is not connected", name === "busy" ? `${says} The page keeps trying.` : says];
+  const [lead, more] = EMPTY[name === "live" && model.asleep() ? "asleep" : name] ?? ["The map is not connected", name === "busy" ? `${says} The page keeps trying.` : says];
   byId("empty-lead").textContent = lead;
   byId("empty-more").textContent = more;
   byId("give-key").hidden = !(name === "refused" && state.needsKey);
@@ -144,6 +144,7 @@ function drawState(model) {
 const EMPTY = {
   connecting: ["Connecting", "The replicas and their prefixes will appear here."],
   live: ["No replicas yet", "They will appear here when they join."],
+  asleep: ["The model is asleep", "Without requests it has no replica. The next request starts one."],
   lost: ["The server does not answer", "The page keeps trying. Meanwhile, you can open a recording."],
   playback: ["No replicas at this time", "Move to another time in the recording."],
 };

@@ -56,11 +56,11 @@ async def events(request: Request, services: Front) -> Response:
 
     - **Snapshot**: `viewer` (operator, tenant), `tenant`, `model`, `engine`, `simulated` (times come from a cost
       model), `policy`, `block_size`, `ingresses`, `links` (paths that need no key: docs, metrics), `keys` (requests
-      need a tenant's), `replicas`, `prefixes`, `totals`, `figures`, `minute` (a FIGURE of the last minute), `rates`
-      (names in a FIGURE that the page shows by second, each with a label), `decisions`, `refusals` and `misses`
-      (the last 50 of each, with a watcher), `incidents` (the last 32 `joined`, `replica_left` and, *op*, `reset`);
-      *op*: `moves` (the last 16), `scale` (or null), `configuration`, `ingresses_heard` (how many answer; null: the
-      others do not).
+      need a tenant's), `from_zero` (without requests, the model has no replica), `replicas`, `prefixes`, `totals`,
+      `figures`, `minute` (a FIGURE of the last minute), `rates` (names in a FIGURE that the page shows by second, each
+      with a label), `decisions`, `refusals` and `misses` (the last 50 of each, with a watcher), `incidents` (the last
+      32 `joined`, `replica_left` and, *op*, `reset`); *op*: `moves` (the last 16), `scale` (or null), `configuration`,
+      `ingresses_heard` (how many answer; null: the others do not).
     - **MISS**: `request`, `tenant`, `reason` and `lost_tokens` (as in usage), `part` and `line`, `advice`.
     - **REPLICA**: `replica` (its id), `number` (in order of joining), `state`, `engine`, `simulated`; *op*: `node`,
       `gpu`, `blocks_total` = `blocks_used` (by running sequences) + `blocks_reusable` (cached) + `blocks_free`;

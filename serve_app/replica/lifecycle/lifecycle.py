@@ -175,9 +175,14 @@ class Lifecycle:
         self._task = self._loop.create_task(self._post("handover", self._receipt))
 
     async def _hand_over(self) -> bool:
-        """Return whether there is anything to hand over, and a peer to take it."""
+        """Return whether there is anything to hand over, and a peer to take it. Without that it is said, too.
+
+        Else a replica that stops, such as the last one of a model at zero, would look like one that died.
+        """
         names = self._names()
         if not (self.config.handover and self.config.enable_prefix_caching and names):
+            self._receipt.state = "done"
+            await self._post("handover", self._receipt)
             return False
         logger.info("this replica is being stopped; it hands over to %d peers", len(names))
         await self._handover.run(names, self._left_s())

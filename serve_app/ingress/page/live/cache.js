@@ -33,6 +33,8 @@ export class Cache {
     this.simulated = false;
     this.seesAll = false;
     this.needsKey = false;
+    this.fromZero = false;
+    this.scale = null;
     this.blockSize = 16;
     this.links = [];
     this.replicas = new Map();
@@ -124,6 +126,11 @@ export class Cache {
     if (!decision.node) return;
     this.names.sent(decision.node, system, question);
     this.changes += 1;
+  }
+
+  /** Whether the model has no replica because no request needs one. */
+  asleep() {
+    return this.fromZero && !this.replicas.size && !this.scale?.target;
   }
 
   /** Replicas that died within the last minute. */
@@ -227,6 +234,8 @@ const HANDLERS = {
     cache.simulated = Boolean(event.simulated);
     cache.seesAll = event.viewer === "operator";
     cache.needsKey = Boolean(event.keys);
+    cache.fromZero = Boolean(event.from_zero);
+    cache.scale = event.scale ?? null;
     cache.blockSize = event.block_size ?? cache.blockSize;
     cache.links = [...(event.links ?? [])];
     cache.ingresses = { all: event.ingresses ?? 1, heard: event.ingresses_heard ?? (event.ingresses_heard === null ? null : (event.ingresses ?? 1)) };
@@ -287,5 +296,8 @@ const HANDLERS = {
   pulls: (_, event) => [event],
   move: (_, event) => [event],
   reset: (_, event) => [event],
-  scale: (_, event) => (moved(event) ? [event] : []),
+  scale(cache, event) {
+    cache.scale = event;
+    return moved(event) ? [event] : [];
+  },
 };

@@ -5,6 +5,7 @@ import { isQuiet } from "../live/cache.js";
 
 const MAX_NAMED = 3;
 const SAY_EVERY_MS = 3000;
+const STARTS_WITHIN_S = 300;
 
 export class Alarms {
   /** `cache`: the model that is shown; `timeOf`: formats a time; `policy`: the alarms of refusals, or null if none are told. */
@@ -52,7 +53,10 @@ export class Alarms {
       const text = `${plural(lines.length, "replica")} were lost, the last at ${last}.${more}`;
       lines.splice(0, lines.length, { id: `lost ${lines.length}`, level: "bad", text });
     }
-    if (cache.replicas.size || !cache.model) return lines;
+    if (cache.replicas.size || !cache.model || cache.asleep()) return lines;
+    if (cache.fromZero && cache.nowS - cache.scale.at_s < STARTS_WITHIN_S) {
+      return [...lines, { id: "first", level: "policy", text: "No replica is running yet. Requests wait for the first one." }];
+    }
     return [...lines, { id: "none", level: "bad", text: "No replica is running, so no request can be answered." }];
   }
 

@@ -52,6 +52,31 @@ def test_a_lost_replica_is_shown_for_a_minute(page: Any, stage: Stage) -> None:
     page.locator("[data-id=r2].lost").wait_for()
 
 
+def test_a_model_at_zero_is_asleep_and_no_alarm(page: Any, stage: Stage) -> None:
+    """Until a request starts it; a fixed number of replicas that is none is an alarm. (docs: autoscaling)"""
+    stopped = {"from": 1, "target": 0, "reason": "load_fell", "at_s": 0.0}
+    now_s = time.time()
+    stage.snapshots = {"": [snapshot(now_s, replicas=[], from_zero=True, scale=stopped)]}
+    page.goto("/")
+    page.locator("#empty-lead", has_text="The model is asleep").wait_for()
+    assert not page.locator("#alarms").is_visible()
+    stage.send({"type": "scale", "at_s": now_s, "from": 0, "target": 1, "reason": "work", "why": "1 request waits"})
+    alarm(page, "No replica is running yet. Requests wait for the first one.").wait_for()
+    assert page.locator("#alarms li.bad").count() == 0
+    assert page.locator("#empty-lead").inner_text() == "No replicas yet"
+    stage.send(replica("r1", now_s))
+    page.locator("#alarms").wait_for(state="hidden")
+    stage.send(left("r1", now_s, lost=False), {"type": "scale", "at_s": now_s, **stopped})
+    page.locator("#empty-lead", has_text="The model is asleep").wait_for()
+    assert not page.locator("#alarms").is_visible()
+    never: Event = {"from": 1, "target": 1, "reason": "hold", "at_s": now_s - 301}
+    for more in ({}, {"from_zero": True, "scale": never}):
+        stage.snapshots = {"": [snapshot(time.time(), replicas=[], **more)]}
+        page.reload()
+        alarm(page, "No replica is running, so no request can be answered.").wait_for()
+        assert page.locator("#alarms li.bad").count() == 1
+
+
 def test_a_lost_server_is_shown_within_three_seconds(page: Any, stage: Stage) -> None:
     """Even with an open connection, the page turns grey, by the times in its code. It recovers with the next byte."""
     begin(page, stage)

@@ -91,10 +91,12 @@ async def test_the_last_notice_says_that_it_is_over_though_no_peer_answered(monk
     assert (await stage.said(), await stage.said()) == ("running", "done")
 
 
-async def test_without_peers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_peers_it_says_that_it_leaves_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the last replica of a model at zero: the page would take it for one that died."""
     stage = Stage(monkeypatch, make_engine(), Local({}))
     await stage.open().finish()
     await asyncio.sleep(0)
+    assert await stage.said() == "done"
     assert stage.posted.empty()
 
 
