@@ -111,6 +111,10 @@ class FrontDoor:
         """Return the waiting requests and running generations of a tenant, None: of all."""
         return self._requests.held(tenant) + self._line.running(tenant)
 
+    def ask(self) -> None:
+        """Note a request that needs a replica, and waits for none here."""
+        self._asked_s = self._clock()
+
     def asking(self) -> int:
         """Return the number of requests for a first replica: at least 1 for a while after one has come."""
         here = self.waiting().total() + self._line.running(None)
@@ -217,7 +221,7 @@ class Arrival:
         assert place is not None, "a turn grants a place"
         for door in (self._door, self._instead_of):  # no limit refuses the request from here on
             if door is not None:
-                door._asked_s = door._clock()
+                door.ask()
         self.release()
         return place
 

@@ -289,7 +289,12 @@ async def _make_model(
         None if several is None else partial(several.starting, model),
     )  # fmt: skip
     prompt_traffic = PromptTraffic(partial(prompts.least_tokens, block_size=config.block_size))
-    warmer = Warmer(prompts, preparer, tenants, core, dispatcher.generate, model)
+
+    def warm(generation: EngineRequest, avoid: tuple[str, ...]) -> AsyncGenerator[EngineOutput, None]:
+        front_door.ask()
+        return dispatcher.generate(generation, avoid)
+
+    warmer = Warmer(prompts, preparer, tenants, core, warm, model)
     prompt_admin = PromptAdmin(
         prompts,
         prompt_traffic,

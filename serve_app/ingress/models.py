@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,6 +59,7 @@ class Models:
     served: dict[str, Services] = field(default_factory=dict)
     down: dict[str, str] = field(default_factory=dict)
     fallbacks: dict[str, str] = field(init=False)
+    clock: Callable[[], float] = time.monotonic
     _said: dict[str, tuple[float, str]] = field(default_factory=dict)
     _starting: dict[str, tuple[float, asyncio.Task[bool]]] = field(default_factory=dict)
 
@@ -136,14 +137,14 @@ class Models:
 
     async def _message(self, services: Services) -> str:
         """Return what Serve says of a model's replicas; probes share an answer."""
-        name, now_s = services.config.model_name, time.monotonic()
+        name, now_s = services.config.model_name, self.clock()
         if name not in self._said or now_s - self._said[name][0] > SAID_S:
             self._said[name] = now_s, await asyncio.to_thread(message_of, *services.deployment)
         return self._said[name][1]
 
     async def starting(self, name: str) -> bool:
         """Return whether requests for a model may wait for a replica that starts; all who ask share an answer."""
-        now_s = time.monotonic()
+        now_s = self.clock()
         asked_s, answer = self._starting.get(name, (-math.inf, None))
         if answer is None or now_s - asked_s > STARTING_S:
             core = self.served[name].fleet.core

@@ -183,12 +183,13 @@ FRESH_S = 1.0
 class Shared:
     """Answers by question, each shared by all who ask within ``FRESH_S``."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._asked: dict[Hashable, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
 
     async def of(self, question: Hashable, ask: Callable[[], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
         """Return the answer, of ``ask`` if there is no fresh one. Raises its errors."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         self._asked = {
             one: (asked_s, answer)
             for one, (asked_s, answer) in self._asked.items()
