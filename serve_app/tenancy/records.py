@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from serve_app.config.sentences import ended, sentence
 from serve_app.config.tenants import ApiKeyConfig, TenantConfig
 from serve_app.errors import Conflict, InvalidRequest, NotFound
+from serve_app.tenancy.lives import Lives
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +72,14 @@ class TenancyChange(msgspec.Struct):
 class Tenancy(msgspec.Struct):
     """All of it, stored as one: ``keys`` by SHA-256. ``log``: changes that may not be in the log's own rows yet.
 
-    ``had_tenants``: the deployment has had tenants, so that none means that they are lost.
+    ``had_tenants``: the deployment has had tenants, so that none means that they are lost. ``lives``: of their names.
     """
 
     tenants: dict[str, StoredTenant] = msgspec.field(default_factory=dict)
     keys: dict[str, StoredKey] = msgspec.field(default_factory=dict)
     log: list[TenancyChange] = msgspec.field(default_factory=list)
     had_tenants: bool = False
+    lives: Lives = msgspec.field(default_factory=Lives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def key_id(sha256: str) -> str:
 
 
 def merged(declared: Declared, document: Tenancy) -> list[TenantConfig]:
-    """Return the tenants in force with their keys, which may be none.
+    """Return the tenants in force by the names of their lives, with their keys, which may be none.
 
     A declared key is its declared tenant's. A key ends with the first of its ends, and is revoked if either says so.
     """
@@ -116,16 +118,16 @@ def merged(declared: Declared, document: Tenancy) -> list[TenantConfig]:
             more.setdefault(key.tenant, []).append(
                 ApiKeyConfig(sha256=key.sha256, expires=_moment(key.expires_s), revoked=key.disabled)
             )
-    found = []
+    found, life = [], document.lives.of
     for tenant in declared.tenants:
         stored = document.tenants.get(tenant.name)
         fields = {} if stored is None else {n: v for n, v in stored.fields.items() if n not in FIXED}
         keys = [_ended(key, document.keys.get(key.sha256)) for key in tenant.key_sha256]
-        found.append(_with(tenant, fields, [*keys, *more.get(tenant.name, ())]))
+        found.append(_with(tenant, life(tenant.name), fields, [*keys, *more.get(tenant.name, ())]))
     for stored in document.tenants.values():
         if stored.added and stored.name not in names:
             base = TenantConfig(name=stored.name, key_sha256=[ApiKeyConfig(sha256=_ANY_KEY, revoked=True)])
-            found.append(_with(base, stored.fields, more.get(stored.name, [])))
+            found.append(_with(base, life(stored.name), stored.fields, more.get(stored.name, [])))
     return found
 
 
@@ -136,14 +138,14 @@ def _ended(key: ApiKeyConfig, stored: StoredKey | None) -> ApiKeyConfig:
     return ApiKeyConfig(sha256=key.sha256, expires=min(ends, default=None), revoked=key.revoked or stored.disabled)
 
 
-def _with(base: TenantConfig, fields: Mapping[str, Any], keys: list[ApiKeyConfig]) -> TenantConfig:
-    """Return a tenant with other fields; a tenant without keys is valid here. An unreadable one is disabled."""
+def _with(base: TenantConfig, life: str, fields: Mapping[str, Any], keys: list[ApiKeyConfig]) -> TenantConfig:
+    """Return a tenant with its ``life`` as name, and other fields. An unreadable one is disabled."""
     try:
         values = _checked(base.name, {name: value for name, value in fields.items() if name in FIELDS})
     except InvalidRequest:
         logger.exception("the tenant %s is disabled: what the database says of it cannot be used here", base.name)
         values = {"disabled": True}
-    return base.model_copy(update={**values, "key_sha256": keys})
+    return base.model_copy(update={**values, "name": life, "key_sha256": keys})
 
 
 def _checked(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,8 +169,8 @@ class Edit:
     now_s: float
     changes: list[TenancyChange] = field(default_factory=list)
 
-    def add_tenant(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Add a tenant without keys."""
+    def add_tenant(self, name: str, fields: Mapping[str, Any], *, restore: bool = False) -> None:
+        """Add a tenant without keys. ``restore``: it has what the last one of its name left, else nothing of it."""
         _checked(name, {})
         if not self.declared.apart:
             raise Conflict(f"No tenant can be added: {NOT_APART}")
@@ -176,6 +178,7 @@ class Edit:
             raise Conflict(f"There is a tenant {name!r} already; change that one.", param="name")
         self._require_room(name)
         self.document.tenants[name] = StoredTenant(name, True, self.now_s)
+        self.document.lives.begin(name, again=restore)
         self._drop_keys(name)  # those of a tenant of this name that was declared once
         self._set(name, fields, "tenant.created")
 
@@ -208,6 +211,7 @@ class Edit:
         if name in self.declared.by_name:
             raise Conflict(f"The tenant {name!r} is in the settings; remove it there, or set `disabled` to true here.")
         del self.document.tenants[name]
+        self.document.lives.end(name)
         self._drop_keys(name)
         self._note("tenant.removed", name)
 

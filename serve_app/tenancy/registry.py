@@ -140,11 +140,14 @@ class TenantRegistry:
         self._watching = run_in_background(partial(self._watch, changed))
 
     async def _watch(self, changed: Callable[[], None]) -> None:
-        failed = False
+        failed, told = False, self._document
         while True:
             try:
-                if await self.look():
+                await self.look()
+                if self._document is not told and self._document != told:  # by a look, or by a change made here
                     changed()
+                told = self._document
+                await self.declare_lives()
                 failed = False
             except Exception:
                 if not failed:
@@ -156,6 +159,11 @@ class TenantRegistry:
         """Note in the database that the deployment has tenants, so that without them it refuses everybody."""
         if self._objects is not None and not self.document.had_tenants:
             await self._commit(lambda document: None)
+
+    async def declare_lives(self) -> None:
+        """Note the declared names in the database, so that no tenant of such a name has what they leave."""
+        if self._objects is not None and self.document.lives.unknown(self.declared.by_name):
+            await self._commit(lambda document: None, had_tenants=self.document.had_tenants)
 
     async def change(self, operator: str, change: Callable[[Edit], T]) -> T:
         """Apply an operator's change, and log it in the same write. Raises the errors of ``Edit`` and the database."""
@@ -170,12 +178,12 @@ class TenantRegistry:
 
         return await self._commit(work)
 
-    async def _commit(self, work: Callable[[Tenancy], T]) -> T:
+    async def _commit(self, work: Callable[[Tenancy], T], *, had_tenants: bool = True) -> T:
         """Replace the document by what ``work`` makes of it, and tell of it. Others' changes in between are kept."""
         async with self._one_at_a_time:
-            return await self._committed(work)
+            return await self._committed(work, had_tenants)
 
-    async def _committed(self, work: Callable[[Tenancy], T]) -> T:
+    async def _committed(self, work: Callable[[Tenancy], T], had_tenants: bool) -> T:
         place = _TENANT, _KIND, "document"
         if self._document is None:
             await self._look(self.objects)
@@ -185,8 +193,10 @@ class TenantRegistry:
             document = msgspec.json.decode(msgspec.json.encode(self.document) if data is None else data, type=Tenancy)
             for entry in document.log:  # of the change before: `work` replaces them
                 await self._keep(entry)
+            document.lives.declare(self.declared.by_name)
             result = work(document)
-            document.had_tenants = True
+            document.lives.bound(document.tenants.keys() | self.declared.by_name.keys())
+            document.had_tenants |= had_tenants
             new = msgspec.json.encode(document)
             if data is None:
                 done = await self.objects.insert(*place, new, self.objects.now_s() + _FOREVER_S)
