@@ -196,7 +196,10 @@ class Completions:
 
         async def read(work: Callable[[bytes], T]) -> T:
             inline = arrival.body_bytes <= INLINE_BODY_BYTES
-            return work(body) if inline else await self.workers.run(tenant.name, arrival.body_bytes, work, body)
+            try:
+                return work(body) if inline else await self.workers.run(tenant.name, arrival.body_bytes, work, body)
+            except RecursionError:
+                raise InvalidRequest("The body is nested too deeply; send one that is flatter.") from None
 
         if isinstance(form, Conversation):
             await read(form.read)

@@ -41,6 +41,18 @@ def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dic
     messages: list[dict[str, Any]] = []
     check_arguments(items)
     reasoning = ""
+    last_call: dict[str, Any] | None = None
+    texts, thoughts = list[str](), list[str]()
+
+    def end_turn() -> None:
+        """Add more texts and thoughts to the last message at once: one by one would copy the earlier ones each time."""
+        if texts:
+            messages[-1]["content"] = "".join((messages[-1]["content"], *texts))
+        if thoughts:
+            messages[-1].update(reasoning_fields("".join((messages[-1].get("reasoning", ""), *thoughts))))
+        texts.clear()
+        thoughts.clear()
+
     for index, item in enumerate(items, first):
         path = f"input[{index}]"
         if not isinstance(item, dict):
@@ -52,35 +64,39 @@ def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dic
             continue
         if kind in _CALLS:
             if not messages or messages[-1]["role"] != "assistant":
+                end_turn()
                 messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(_call(item, kind, path, ignored))
+            last_call = _call(item, kind, path, ignored)
+            messages[-1].setdefault("tool_calls", []).append(last_call)
         elif (said := _said(item, kind, path, ignored)) is not None:
             if reasoning and said["role"] != "assistant":  # it was cut off before it said anything
+                end_turn()
                 messages.append({"role": "assistant", "content": "", **reasoning_fields(reasoning)})
                 reasoning = ""
             if said["role"] == "tool" and "tool_call_id" not in said:
-                said = _answering(said, _full_name(item), messages)
+                said = _answering(said, _full_name(item), last_call)
             if said["role"] == "assistant" and messages and "tool_calls" in messages[-1]:
-                messages[-1]["content"] += said["content"]
+                texts.append(said["content"])
             else:
+                end_turn()
                 messages.append(said)
         if reasoning and messages[-1]["role"] == "assistant":
-            messages[-1].update(reasoning_fields(messages[-1].get("reasoning", "") + reasoning))
+            thoughts.append(reasoning)
             reasoning = ""
+    end_turn()
     if reasoning:
         messages.append({"role": "assistant", "content": "", **reasoning_fields(reasoning)})
     return messages
 
 
-def _answering(said: dict[str, Any], name: str, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _answering(said: dict[str, Any], name: str, call: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return an output without a call's id as the last call's, or as a user's words if it has another name.
 
     Codex tells a goal in such an item.
     """
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    if name and (not calls or calls[-1]["function"]["name"] != name):
+    if name and (call is None or call["function"]["name"] != name):
         return {"role": "user", "content": f"{name}: {said['content']}"}
-    return {**said, "tool_call_id": calls[-1]["id"]} if calls else said
+    return {**said, "tool_call_id": call["id"]} if call is not None else said
 
 
 def _full_name(item: Mapping[str, Any]) -> str:
