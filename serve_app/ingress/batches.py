@@ -96,7 +96,8 @@ class BatchDesk:
 
         await self.application(_scope(known, path, len(body), request_id, waits), receive, send)
         wait_s = headers.get("retry-after") if status in BUSY else None
-        return Said(status, bytes(answer), headers.get(WARNING, ""), None if wait_s is None else float(wait_s))
+        own = headers.get("x-should-retry") == "false"  # as a spent budget says
+        return Said(status, bytes(answer), headers.get(WARNING, ""), None if wait_s is None else float(wait_s), own)
 
 
 def _scope(tenant: Tenant, path: str, size: int, request_id: str, waits: bool) -> Scope:
