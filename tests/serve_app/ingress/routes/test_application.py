@@ -263,7 +263,7 @@ def test_a_wrong_base_url_is_told_the_right_path(path: str, advice: str) -> None
 
 
 READY: dict[str, Any] = {
-    "core": SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={}),
+    "core": SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={}, stats=dict),
     "connecting": SimpleNamespace(done=lambda: True),
 }
 
