@@ -186,7 +186,7 @@ def test_a_message_that_is_no_batch_costs_the_blocks_and_not_the_listening(
         until(listener.cleared.is_set)
         assert listener.healthy()
         assert not listener.failed
-        for name in range(3, 200):
+        for name in range(10, 200):
             engine.send(encode([block(name)]))
             if ours(name - 1) in routers.held():
                 break

@@ -271,7 +271,7 @@ async def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
     assert refusal(new, max_pulls=1) == "busy"
     puller = Puller(engine, holder.fetch, CONFIG)
     for _ in range(20):
-        puller._rate.observe(1, 1.0, puller._clock())
+        puller._rate.observe(1, 1e6, puller._clock())
     assert puller.begin(held(new, 160)) is None
     assert puller.meters.refused == {"slow": 1}
     assert puller.begin(new) is None

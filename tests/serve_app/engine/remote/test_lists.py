@@ -14,6 +14,12 @@ from serve_app.engine.remote import lists
 from serve_app.engine.remote.lists import WorkerLists
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists are waited for, however busy the machine is."""
+    monkeypatch.setattr(lists, "LIST_S", 60.0)
+
+
 def urls(found: Sequence[Worker]) -> list[str]:
     return [worker.url for worker in found]
 
