@@ -18,6 +18,7 @@ from serve_app.fairness.levels import LevelAnswer, LevelQuestion
 from serve_app.live.journal import RequestRow
 from serve_app.live.live import Batch
 from serve_app.live.tally import Bucket
+from serve_app.logs import log_at_once
 from serve_app.prompts.registry import Cutovers
 from serve_app.reconfigure import LiveSettings
 from serve_app.usage import UsageRows
@@ -31,6 +32,7 @@ class Ingress:
     """One ingress replica, and so one router for each model. Calls about one of several models end with its name."""
 
     async def __init__(self, config: dict[str, Any], *replicas: DeploymentHandle) -> None:  # type: ignore[misc]
+        log_at_once()
         do_without_torch()
         # Imported only here: deploying an ingress imports this class, and should not wait for transformers.
         from serve_app.ingress.assembly import make_services

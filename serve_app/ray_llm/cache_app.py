@@ -28,6 +28,7 @@ from serve_app.ingress.routes.page import page_response
 from serve_app.live.live import Live
 from serve_app.live.prefixes import Answered, PrefixTable
 from serve_app.live.view import encoded
+from serve_app.logs import log_at_once
 from serve_app.ray_compat import use_outside_of_replicas
 from serve_app.ray_llm.router import WarmRouter
 from serve_app.ray_llm.tenant_header import RepeatedTenant
@@ -44,6 +45,7 @@ class CacheApp:
 
     def __init__(self, application: str, deployment: str, route_prefix: str) -> None:
         """``deployment``: of the LLM server, as in ``serve status``; ``route_prefix``: of its application."""
+        log_at_once()
         self._key = application, deployment
         self._llm = route_prefix.rstrip("/")
         self._operator = f"Bearer {os.environ[OPERATOR_KEY]}" if os.environ.get(OPERATOR_KEY) else ""

@@ -14,6 +14,7 @@ from ray.serve.llm import LLMServer
 from router.feed import FeedPublisher
 from router.serve.request_router import FEED_METADATA
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
+from serve_app.logs import log_at_once
 from serve_app.ray_llm.requests import RecentAnswer
 from serve_app.ray_llm.scopes import DEFAULT_TENANT_HEADER, METADATA, TENANT_HEADER, EngineFacts, Scopes
 from serve_app.ray_llm.tenant_header import TenantMiddleware
@@ -26,6 +27,7 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
 
     def _init_shared(self, llm_config: Any, *more: Any) -> None:
         """Set vLLM's start arguments before Ray makes its engine."""
+        log_at_once()
         super()._init_shared(llm_config, *more)
         if (llm_config.engine_kwargs.get("data_parallel_size") or 1) > 1:
             raise ValueError("data_parallel_size: each rank has a cache of its own; raise num_replicas instead")

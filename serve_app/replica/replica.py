@@ -43,6 +43,7 @@ from serve_app.engine.protocol import (
     SamplingParams,
     to_wire,
 )
+from serve_app.logs import log_at_once
 from serve_app.notices import board_name
 from serve_app.reconfigure import LiveSettings
 from serve_app.replica.adapter_loader import ReplicaAdapters
@@ -79,6 +80,7 @@ class Replica:
         # Imported here: deploying processes import this class, and should not wait for torch.
         from serve_app.replica.engine_factory import make_engine
 
+        log_at_once()
         forget_secret()  # Ray's processes inherit the node's; replicas get the keys of scopes with each request
         self._ending = AsyncExitStack()
         self._live = await LiveSettings.start(config)

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from serve_app.cli.bench import stream_events
@@ -30,6 +31,15 @@ def working(url: str) -> list[str]:
 
 def kill(url: str, replica_id: str) -> None:
     os.kill(int(replicas_of(url)[replica_id]["pid"]), signal.SIGKILL)
+
+
+def test_warnings_are_in_the_log_files_when_they_are_raised(url: str) -> None:
+    """The ingress warned of its open port when it started, and has logged far fewer lines than Serve would buffer."""
+    replica = next(iter(replicas_of(url).values()))
+    files = [Path(file.path) for file in psutil.Process(int(replica["pid"])).open_files()]
+    logs = next(file.parent for file in files if file.parent.name == "serve" and file.suffix == ".log")
+    told = [line for file in logs.glob("*Ingress*.log") for line in file.read_text().splitlines()]
+    assert any("WARNING" in line and "no tenants are configured" in line for line in told), told
 
 
 def test_killed_before_the_first_token(url: str) -> None:
