@@ -158,6 +158,14 @@ class ResponseDamaged(NotFound):
     code = "response_damaged"
 
 
+class StoredByNewerRelease(WarmpathError):
+    """What is stored has a form that this release does not know."""
+
+    status = 503
+    type = "server_error"
+    code = "stored_by_newer_release"
+
+
 class ModelNotFound(NotFound):
     """The deployment does not serve the requested model."""
 

@@ -12,7 +12,7 @@ import re
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +24,7 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from serve_app.errors import Overloaded, RequestTooLarge, ResponseDamaged
+from serve_app.errors import Overloaded, RequestTooLarge, ResponseDamaged, StoredByNewerRelease, WarmpathError
 from serve_app.fairness.queue import QUANTUM_BYTES, FairWorkers
 
 URL_VARIABLE = "WARMPATH_RESPONSES_URL"
@@ -35,6 +35,9 @@ TIMEOUT_S = 5
 SLACK = 16
 """A tenant over its limit is reduced to a sixteenth below it, and each ingress stores a sixteenth of the free bytes
 before it checks again. So later responses do not all cost a check or evict others."""
+
+SHRINKS, SHRINK_PAGES = 64, 1000
+"""After a removal SQLite's file gives back so many times so many pages of 4 KiB at most."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS sealed_responses (
@@ -65,12 +68,19 @@ _EXPIRE = "DELETE FROM sealed_responses WHERE id IN (SELECT id FROM sealed_respo
 _GET = "SELECT data FROM sealed_responses WHERE tenant = ? AND id = ?"
 _DELETE = "DELETE FROM sealed_responses WHERE tenant = ? AND id = ?"
 _INSERT = "INSERT INTO sealed_objects VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+_INSERT_WITHIN = """
+INSERT INTO sealed_objects SELECT ?, ?, ?, ?, ?, ? WHERE
+    (SELECT COALESCE(SUM(bytes), 0) FROM sealed_objects WHERE owner = ? AND expires_s >= ?) <= ?
+ON CONFLICT DO NOTHING
+"""
 _LAPSE = "DELETE FROM sealed_objects WHERE id IN (SELECT id FROM sealed_objects WHERE expires_s < ? LIMIT 100)"
 _SWAP = "UPDATE sealed_objects SET data = ?, bytes = ? WHERE id = ? AND data = ?"
 _FIND = "SELECT data FROM sealed_objects WHERE id = ? AND expires_s >= ?"
 _LIST = "SELECT id{} FROM sealed_objects WHERE owner = ? AND kind = ? AND expires_s >= ?"
 _REMOVE = "DELETE FROM sealed_objects WHERE id = ?"
 _CLEAR = "DELETE FROM sealed_objects WHERE owner = ? AND kind = ?"
+_EXPIRES = "UPDATE sealed_objects SET expires_s = ? WHERE id = ?"
+_ALL_EXPIRE = "UPDATE sealed_objects SET expires_s = ? WHERE owner = ? AND kind = ?"
 _TAKEN = "SELECT COALESCE(SUM(bytes), 0) FROM sealed_objects WHERE owner = ? AND expires_s >= ?"
 
 _SCRIPT = """
@@ -96,7 +106,14 @@ for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, math.ceil(ttl_s)) end
 """KEYS: a tenant's hash of data, sorted set of times, and byte count. Without data, the script removes a response."""
 
 _OBJECTS = """
-local what, prefix, from, till, value, other = unpack(ARGV)
+local what, prefix, from, till, value, other, most = unpack(ARGV)
+if most then
+    local bytes = #value
+    for _, name in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+        bytes = bytes + redis.call('STRLEN', prefix .. name)
+    end
+    if bytes > tonumber(most) then return 0 end
+end
 if what == 'insert' then
     if not redis.call('SET', prefix .. from, value, 'NX', 'PXAT', other) then return 0 end
     redis.call('ZADD', KEYS[1], 0, from)
@@ -110,6 +127,7 @@ local found, bytes = {}, 0
 for _, name in ipairs(redis.call('ZRANGEBYLEX', KEYS[1], '[' .. from, till == '' and '+' or '[' .. till)) do
     local length = redis.call('STRLEN', prefix .. name)
     if what == 'remove' then redis.call('DEL', prefix .. name) end
+    if what == 'expire' then redis.call('PEXPIREAT', prefix .. name, value) end
     if what == 'remove' or length == 0 then redis.call('ZREM', KEYS[1], name) end
     if length > 0 then
         bytes = bytes + length
@@ -146,7 +164,8 @@ class ObjectPlace(NamedTuple):
 class SqlDatabase:
     """One connection. ``connect`` opens and reopens it. ``mark``: the driver's parameter placeholder.
 
-    ``remedy``: returns what to do about a failure that will not pass, else "".
+    ``remedy``: returns what to do about a failure that will not pass, else "". ``shrink``: gives some of the disk that
+    removed objects had back, and returns whether there is more.
     """
 
     def __init__(
@@ -156,8 +175,10 @@ class SqlDatabase:
         failures: tuple[type[Exception], ...],
         mark: str = "?",
         remedy: Callable[[Exception], str] = lambda error: "",
+        shrink: Callable[[Any], bool] = lambda connection: False,
     ) -> None:
         self.failures = failures
+        self._shrink = shrink
         self.remedy = remedy
         self._connect = connect
         self._bounds = bounds
@@ -191,13 +212,18 @@ class SqlDatabase:
         """Remove a response, and return whether it existed."""
         return bool(self._execute(_DELETE, tenant, response_id))
 
-    def insert(self, at: ObjectPlace, data: bytes, expires_s: float) -> bool:
+    def insert(self, at: ObjectPlace, data: bytes, expires_s: float, most_bytes: int | None = None) -> bool:
         """Store an object durably, unless there is one of its id; return whether it is new. Removes some expired ones.
 
-        After a lost connection it may be this call's and still not be new.
+        ``most_bytes``: also not if its owner's objects would take more. Writers at once do not pass it together; in
+        Postgres, by one object each at most. After a lost connection it may be this call's and still not be new.
         """
-        self._execute(_LAPSE, self._bounds.now_s())
-        return bool(self._execute(_INSERT, at.id, at.owner, at.kind, expires_s, len(data), data))
+        now_s = self._bounds.now_s()
+        self._execute(_LAPSE, now_s)
+        row = at.id, at.owner, at.kind, expires_s, len(data), data
+        if most_bytes is None:
+            return bool(self._execute(_INSERT, *row))
+        return bool(self._execute(_INSERT_WITHIN, *row, at.owner, now_s, most_bytes - len(data)))
 
     def swap(self, at: ObjectPlace, old: bytes, new: bytes) -> bool:
         """Replace an object's data if it is still ``old``; return whether it was."""
@@ -219,7 +245,22 @@ class SqlDatabase:
 
     def remove(self, at: ObjectPlace) -> bool:
         """Remove an object, or all of an owner and kind if there is no id; return whether there was one."""
-        return bool(self._execute(_REMOVE, at.id) if at.id else self._execute(_CLEAR, at.owner, at.kind))
+        if at.id:
+            return bool(self._execute(_REMOVE, at.id))
+        found = bool(self._execute(_CLEAR, at.owner, at.kind))
+        for _ in range(SHRINKS if found else 0):
+            with self._lock, suppress(*self.failures):  # in steps, between which others have the connection
+                if self._connection is not None and self._shrink(self._connection):
+                    continue
+            break
+        return found
+
+    def expire(self, at: ObjectPlace, expires_s: float) -> None:
+        """Let an object, or all of an owner and kind if there is no id, live until another time."""
+        if at.id:
+            self._execute(_EXPIRES, expires_s, at.id)
+        else:
+            self._execute(_ALL_EXPIRE, expires_s, at.owner, at.kind)
 
     def taken(self, owner: bytes) -> int:
         """Return the bytes of all objects of an owner."""
@@ -274,9 +315,10 @@ class RedisDatabase:
         """See ``SqlDatabase``."""
         return bool(self._change(_keys(tenant), [response_id]))
 
-    def insert(self, at: ObjectPlace, data: bytes, expires_s: float) -> bool:
+    def insert(self, at: ObjectPlace, data: bytes, expires_s: float, most_bytes: int | None = None) -> bool:
         """See ``SqlDatabase``."""
-        return bool(self._run("insert", at, data, int(expires_s * 1000)))
+        bound = () if most_bytes is None else (most_bytes,)
+        return bool(self._run("insert", at, data, int(expires_s * 1000), *bound))
 
     def swap(self, at: ObjectPlace, old: bytes, new: bytes) -> bool:
         """See ``SqlDatabase``."""
@@ -299,6 +341,10 @@ class RedisDatabase:
     def remove(self, at: ObjectPlace) -> bool:
         """See ``SqlDatabase``."""
         return bool(self._run("remove", at))
+
+    def expire(self, at: ObjectPlace, expires_s: float) -> None:
+        """See ``SqlDatabase``."""
+        self._run("expire", at, int(expires_s * 1000))
 
     def taken(self, owner: bytes) -> int:
         """See ``SqlDatabase``."""
@@ -337,16 +383,25 @@ def _sqlite(file: Path, bounds: StorageLimits) -> SqlDatabase:
     def connect() -> sqlite3.Connection:
         connection = sqlite3.connect(file, TIMEOUT_S, isolation_level=None, check_same_thread=False)
         connection.executescript(
-            f"PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA secure_delete = ON; {_TABLES}"
+            "PRAGMA auto_vacuum = INCREMENTAL; PRAGMA journal_mode = WAL; PRAGMA journal_size_limit = 4194304; "
+            f"PRAGMA synchronous = FULL; PRAGMA secure_delete = ON; {_TABLES}"
         )
         return connection
+
+    def free(connection: sqlite3.Connection) -> int:
+        return int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+
+    def shrink(connection: sqlite3.Connection) -> bool:
+        before = free(connection)
+        connection.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
+        return 0 < free(connection) < before  # a file of an earlier release only reuses them
 
     def remedy(error: Exception) -> str:
         # Its subclasses mean a busy, full or missing file.
         damaged = type(error) is sqlite3.DatabaseError
         return f"{file} is damaged; stop the server, and move it away with {file}-wal and -shm" if damaged else ""
 
-    database = SqlDatabase(connect, bounds, (sqlite3.Error, OSError), remedy=remedy)
+    database = SqlDatabase(connect, bounds, (sqlite3.Error, OSError), remedy=remedy, shrink=shrink)
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
@@ -387,10 +442,27 @@ def _prefix(owner: bytes) -> bytes:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 STORE_TIMEOUT_S = 15.0
 """The longest that a request waits for the database."""
 _NONCE_BYTES = 12
+
+
+MAX_TOLD = 1000
+"""The objects that cannot be read whose warnings are remembered."""
+
+
+def decoded(data: bytes, type: type[T]) -> T:
+    """Return what is stored as JSON. Raises StoredByNewerRelease if this release cannot read it."""
+    try:
+        return msgspec.json.decode(data, type=type)
+    except msgspec.MsgspecError as error:
+        raise StoredByNewerRelease(
+            f"This was stored by another release of the server, and this one cannot read it ({error}); send the "
+            "request again once all servers are of one release.",
+            retry_after_s=30,
+        ) from error
 
 
 class Document(msgspec.Struct):
@@ -436,12 +508,17 @@ class _Sealed:
 class StoredObjects(_Sealed):
     """All tenants' files and batches, by kind and name. Without a tenant, "": the deployment's own.
 
-    ``max_bytes`` of the bounds is for the callers, who ask for what is ``taken``.
+    ``max_bytes`` of the bounds holds for what is stored as ``bounded``.
     """
 
     _label = "stored objects"
     _what = "files and batches"
     _else = "ask without them"
+
+    def __init__(self, database: Database, secret: bytes, workers: FairWorkers, bounds: StorageLimits) -> None:
+        super().__init__(database, secret, workers, bounds)
+        self._told: set[bytes] = set()
+        """Ids of objects that are left out, and of which a warning told."""
 
     @property
     def max_bytes(self) -> int:
@@ -461,10 +538,27 @@ class StoredObjects(_Sealed):
         """Return the id of an object."""
         return self._derived("object", tenant, kind, name)
 
-    async def insert(self, tenant: str, kind: str, name: str, value: bytes, expires_s: float) -> bool:
-        """Store an object durably, unless there is one of its name; return whether it is new. Raises Overloaded."""
-        at = self._at(tenant, kind, name)
-        return await self._run(tenant, lambda: self._database.insert(at, self._sealed(tenant, at, value), expires_s))
+    async def work(self, tenant: str, work: Callable[[], T]) -> T:
+        """Return the result of what may take milliseconds, done in a thread at the tenant's turn."""
+        return await self._workers.run(tenant, QUANTUM_BYTES, work)
+
+    async def insert(
+        self, tenant: str, kind: str, name: str, value: bytes, expires_s: float, *, bounded: bool = False
+    ) -> bool:
+        """Store an object durably, unless there is one of its name; return whether it is new. Raises Overloaded.
+
+        ``bounded``: also not if the tenant's objects would take more than ``max_bytes``.
+        """
+        at, most = self._at(tenant, kind, name), self.max_bytes if bounded else None
+
+        def insert() -> bool:
+            return self._database.insert(at, self._sealed(tenant, at, value), expires_s, most)
+
+        return await self._run(tenant, insert)
+
+    async def expire(self, tenant: str, kind: str, expires_s: float, name: str | None = None) -> None:
+        """Let an object, None: all of a kind, live until another time. Raises Overloaded."""
+        await self._run(tenant, lambda: self._database.expire(self._at(tenant, kind, name), expires_s))
 
     async def get(self, tenant: str, kind: str, name: str) -> bytes | None:
         """Return an object, None if it does not exist. Raises Overloaded and ResponseDamaged."""
@@ -497,6 +591,53 @@ class StoredObjects(_Sealed):
     async def ids(self, tenant: str, kind: str) -> set[bytes]:
         """Return the ids (``id_of``) of all objects of a kind. Raises Overloaded."""
         return set(await self._run(tenant, lambda: self._database.ids(self._at(tenant, kind))))
+
+    async def named(self, tenant: str, kind: str, names: Iterable[str]) -> set[str]:
+        """Return those of ``names`` of which there is an object. Raises Overloaded."""
+
+        def found() -> set[str]:
+            if not (ids := set(self._database.ids(self._at(tenant, kind)))):
+                return set()
+            return {name for name in names if self._derive("object", tenant, kind, name) in ids}
+
+        return await self._run(tenant, found)
+
+    async def read(self, tenant: str, kind: str, name: str, type: type[T]) -> T | None:
+        """Return an object of JSON, None if it does not exist.
+
+        Raises Overloaded, ResponseDamaged, and StoredByNewerRelease for one that is no ``type``.
+        """
+        data = await self.get(tenant, kind, name)
+        return None if data is None else decoded(data, type)
+
+    async def read_all(self, tenant: str, kind: str, type: type[T], work: Callable[[list[T], bool], R]) -> R:
+        """Return what ``work`` makes, in a thread, of all objects of a kind, in no order, and of whether they are all.
+
+        One of a newer release is left out, with a warning, and so are damaged ones. Raises Overloaded.
+        """
+        at = self._at(tenant, kind)
+
+        def read() -> R:
+            found, whole = list[T](), True
+            for one, data in self._database.read(at):
+                with suppress(ResponseDamaged):
+                    value = self._opened(tenant, at._replace(id=one), data)
+                    try:
+                        found.append(decoded(value, type))
+                    except StoredByNewerRelease as error:
+                        whole = False
+                        self._left_out(one, kind, error)
+            return work(found, whole)
+
+        return await self._run(tenant, read)
+
+    def _left_out(self, one: bytes, kind: str, error: WarmpathError) -> None:
+        if one in self._told:
+            return
+        if len(self._told) >= MAX_TOLD:
+            self._told.clear()
+        self._told.add(one)
+        logger.warning("a stored %s cannot be read, and is left out: %s", kind, error.message)
 
     async def all(self, tenant: str, kind: str) -> list[bytes]:
         """Return all objects of a kind, in no order, without damaged ones. Raises Overloaded."""

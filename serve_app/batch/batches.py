@@ -4,16 +4,20 @@ A batch's row is the truth: who runs it (until when), its status and counts. A l
 yet, so two that run one batch, after a long pause of one, still give one result each. Times are seconds since 1970.
 """
 
-import secrets
+import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from serve_app.batch.files import Files
-from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge
-from serve_app.stored import StoredObjects
+from serve_app.batch.files import CONTENT, FILE, Content, File, Files, newest_first
+from serve_app.batch.files import new_id as new_id
+from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge, ResponseDamaged, StoredByNewerRelease
+from serve_app.stored import StoredObjects, decoded
+
+logger = logging.getLogger(__name__)
 
 BATCH = "batch"
 QUEUE = "queued batches"
@@ -24,6 +28,7 @@ ABANDONED_S = 3600.0
 OF_INPUT = 0.9
 """A batch ends after this part of its input's life at the latest, while its lines can still be read."""
 
+R = TypeVar("R")
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED = ("failed", "completed", "expired", "cancelled")
 Unasked = Literal["", "expired", "cancelled"]
@@ -104,6 +109,17 @@ class LineResult(msgspec.Struct, frozen=True):
         return 200 <= self.status < 300
 
 
+class OpenBatch(msgspec.Struct):
+    """What each release can read of a batch."""
+
+    id: str
+    content: str
+    status: str
+
+
+UNREADABLE = LineResult("", 500, "", msgspec.Raw(b"null"))
+
+
 class QueuedBatch(msgspec.Struct, frozen=True):
     """An entry of the deployment's queue."""
 
@@ -121,17 +137,28 @@ class Batches:
 
     async def create(self, tenant: str, batch: StoredBatch) -> None:
         """Store and queue a new batch. Raises InvalidRequest, RequestTooLarge if the tenant has too much already."""
-        if sum(not other.ended for other in await self.all(tenant)) >= MAX_OPEN:
-            raise InvalidRequest(f"You have {MAX_OPEN} batches in progress; wait for some.", code="too_many_batches")
-        if await self.room(tenant) <= 0:
-            raise RequestTooLarge(
-                "Your files and batches take all their room; delete some.", code="storage_limit_exceeded"
-            )
-        batch.become("validating", self.objects.now_s())
-        until_s = batch.expires_at + self.objects.ttl_s
-        queued = msgspec.json.encode(QueuedBatch(tenant, batch.id, batch.created_at))
-        await self.objects.insert("", QUEUE, batch.id, queued, until_s)  # first: one without an entry would never run
-        await self.objects.insert(tenant, BATCH, batch.id, msgspec.json.encode(batch), until_s)
+        async with self.files.turn(tenant):
+            if len(await self.open(tenant)) >= MAX_OPEN:
+                message = f"You have {MAX_OPEN} batches in progress; wait for some."
+                raise InvalidRequest(message, code="too_many_batches")
+            if await self.room(tenant) <= 0:
+                raise RequestTooLarge(
+                    "Your files and batches take all their room; delete some.", code="storage_limit_exceeded"
+                )
+            batch.become("validating", self.objects.now_s())
+            until_s = batch.expires_at + self.objects.ttl_s
+            queued = msgspec.json.encode(QueuedBatch(tenant, batch.id, batch.created_at))
+            await self.objects.insert("", QUEUE, batch.id, queued, until_s)  # first: one without it would never run
+            await self.objects.insert(tenant, BATCH, batch.id, msgspec.json.encode(batch), until_s)
+
+    async def open(self, tenant: str) -> list[OpenBatch]:
+        """Return a tenant's batches that have not ended, also those of a newer release."""
+        found = []
+        for queued in await self.queue():
+            if queued.tenant == tenant:
+                with suppress(ResponseDamaged, StoredByNewerRelease):
+                    found.append(await self.objects.read(tenant, BATCH, queued.batch_id, OpenBatch))
+        return [batch for batch in found if batch is not None and batch.status not in ENDED]
 
     async def room(self, tenant: str) -> int:
         """Return the bytes that are left to a tenant. If they are few, what nothing names any more is removed first."""
@@ -144,36 +171,54 @@ class Batches:
     async def sweep(self, tenant: str) -> None:
         """Remove the contents that a process which died has left behind."""
         since_s = self.objects.now_s() - ABANDONED_S
-        old = {content.name for content in await self.files.contents(tenant) if content.begun_s < since_s}
-        if old:
-            old -= {file.content for file in await self.files.all(tenant)}
-            for batch in await self.all(tenant):
-                old -= {batch.content, batch.results}
-        for content in old:
+
+        def abandoned(found: list[Content], _: bool) -> set[str]:
+            return {content.name for content in found if content.begun_s < since_s}
+
+        def named_by_files(found: list[File], whole: bool) -> set[str] | None:
+            return {file.content for file in found} if whole else None
+
+        def named_by_batches(found: list[StoredBatch], whole: bool) -> set[str] | None:
+            return {name for batch in found for name in (batch.content, batch.results)} if whole else None
+
+        old = await self.objects.read_all(tenant, CONTENT, Content, abandoned)
+        if not old:
+            return
+        files = await self.objects.read_all(tenant, FILE, File, named_by_files)
+        batches = await self.objects.read_all(tenant, BATCH, StoredBatch, named_by_batches)
+        if files is None or batches is None:
+            return  # what a newer release has stored may name any of them
+        for content in old - files - batches:
             await self.files.forget(tenant, content)
 
     async def get(self, tenant: str, batch_id: str) -> StoredBatch:
         """Return a batch. Raises NotFound."""
-        data = await self.objects.get(tenant, BATCH, batch_id)
-        if data is None:
+        batch = await self.objects.read(tenant, BATCH, batch_id, StoredBatch)
+        if batch is None:
             raise NotFound(f"There is no batch {batch_id[:64]!r}: it may be deleted or expired.", param="batch_id")
-        return msgspec.json.decode(data, type=StoredBatch)
+        return batch
 
     async def all(self, tenant: str) -> list[StoredBatch]:
         """Return a tenant's batches, the newest first."""
-        batches = [msgspec.json.decode(data, type=StoredBatch) for data in await self.objects.all(tenant, BATCH)]
-        return sorted(batches, key=lambda batch: (batch.created_at, batch.id), reverse=True)
+        return await self.listed(tenant, lambda batches: batches)
+
+    async def listed(self, tenant: str, work: Callable[[list[StoredBatch]], R]) -> R:
+        """Return what ``work`` makes of a tenant's batches, the newest first, in a thread."""
+        return await self.objects.read_all(tenant, BATCH, StoredBatch, lambda found, _: work(newest_first(found)))
 
     async def change(self, tenant: str, batch_id: str, change: Callable[[StoredBatch], bool]) -> StoredBatch | None:
-        """Change a batch and return it; None if it is gone, or ``change`` returns False."""
+        """Change a batch and return it; None if it is gone, or ``change`` returns False.
+
+        Fields of a newer release stay. Raises StoredByNewerRelease for one that this release cannot read.
+        """
         changed: list[StoredBatch] = []
 
         def edited(data: bytes) -> bytes | None:
-            batch = msgspec.json.decode(data, type=StoredBatch)
+            batch = decoded(data, StoredBatch)
             if not change(batch):
                 return None
             changed[:] = [batch]
-            return msgspec.json.encode(batch)
+            return msgspec.json.encode(decoded(data, dict[str, msgspec.Raw]) | msgspec.structs.asdict(batch))
 
         done = await self.objects.change(tenant, BATCH, batch_id, edited)
         return changed[0] if done else None
@@ -204,9 +249,12 @@ class Batches:
         await self.objects.remove("", QUEUE, batch.id)
 
     async def queue(self) -> list[QueuedBatch]:
-        """Return the queued batches of all tenants, the oldest first."""
-        queued = [msgspec.json.decode(data, type=QueuedBatch) for data in await self.objects.all("", QUEUE)]
-        return sorted(queued, key=lambda one: one.created_at)
+        """Return the queued batches of all tenants, the oldest first. An entry that cannot be read is left out."""
+
+        def oldest_first(found: list[QueuedBatch], _: bool) -> list[QueuedBatch]:
+            return sorted(found, key=lambda one: one.created_at)
+
+        return await self.objects.read_all("", QUEUE, QueuedBatch, oldest_first)
 
     async def unqueue(self, queued: QueuedBatch) -> None:
         """Remove an entry whose batch is gone. A new one may not be there yet."""
@@ -220,24 +268,21 @@ class Batches:
 
     async def done(self, tenant: str, batch: StoredBatch) -> set[int]:
         """Return the numbers of the lines that have a result."""
-        ids = await self.objects.ids(tenant, _lines(batch))
-        if not ids:
-            return set()
-        return {number for number in range(batch.total) if self._id(tenant, batch, number) in ids}
+        found = await self.objects.named(tenant, _lines(batch), map(str, range(batch.total)))
+        return set(map(int, found))
 
     async def results(self, tenant: str, batch: StoredBatch) -> AsyncIterator[tuple[int, LineResult | None]]:
-        """Yield each line's result in the order of the input; None: it was not asked for."""
+        """Yield each line's result in the order of the input; None: it was not asked for.
+
+        ``UNREADABLE``: it is damaged, or of another release.
+        """
         for number in range(batch.total):
-            data = await self.objects.get(tenant, _lines(batch), str(number))
-            yield number, None if data is None else msgspec.json.decode(data, type=LineResult)
-
-    def _id(self, tenant: str, batch: StoredBatch, number: int) -> bytes:
-        return self.objects.id_of(tenant, _lines(batch), str(number))
-
-
-def new_id(prefix: str) -> str:
-    """Return a new id."""
-    return prefix + secrets.token_hex(16)
+            try:
+                found = await self.objects.read(tenant, _lines(batch), str(number), LineResult)
+            except (ResponseDamaged, StoredByNewerRelease):
+                logger.warning("the result of line %d of batch %s cannot be read", number + 1, batch.id)
+                found = UNREADABLE
+            yield number, found
 
 
 def _lines(batch: StoredBatch) -> str:

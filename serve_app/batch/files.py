@@ -3,22 +3,71 @@
 Source: OpenAI's Files API, for shapes and bounds.
 """
 
+import asyncio
+import logging
+import re
 import secrets
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 
-from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge
+from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge, WarmpathError
 from serve_app.stored import StoredObjects
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+
+class HasPlace(Protocol):
+    """What lists hold."""
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+
+    @property
+    def created_at(self) -> float:
+        """When it was made, in seconds since 1970."""
+
+
+Listed = TypeVar("Listed", bound=HasPlace)
 
 MAX_FILE_BYTES = 200 << 20
 MAX_FILES = 10_000
 """Of one tenant."""
 CHUNK_BYTES = 256 << 10
+HOUR_S = 3600.0
+"""A content's name outlives its chunks, so that none is left without it; nothing takes longer to be written."""
 FILE = "file"
 CONTENT = "contents"
+
+
+_MADE = re.compile(r"[a-z]+[-_](?:(?:output|error)-)?([\da-f]{12})[\da-f]{24}")
+
+
+def new_id(prefix: str, now_s: float | None = None) -> str:
+    """Return a new id, which tells when it was made, as UUIDv7 does: a list has a place for it when it is gone."""
+    return f"{prefix}{int((time.time() if now_s is None else now_s) * 1000):012x}{secrets.token_hex(12)}"
+
+
+Place = tuple[int, str]
+"""Of an object in a list: milliseconds since 1970, and its id."""
+
+
+def told_place(name: str) -> Place | None:
+    """Return the place in lists that an id tells, None for one of an earlier release."""
+    match = _MADE.fullmatch(name)
+    return None if match is None else (int(match[1], 16), name)
+
+
+def place_of(one: HasPlace) -> Place:
+    """Return the place in lists of an object."""
+    return told_place(one.id) or (int(one.created_at * 1000), one.id)
 
 
 class File(msgspec.Struct, frozen=True):
@@ -59,21 +108,29 @@ class Files:
     """All tenants' files."""
 
     objects: StoredObjects
+    _turns: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _leaving: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def turn(self, tenant: str) -> asyncio.Lock:
+        """Return the lock under which this process compares what a tenant has with a limit, and adds to it."""
+        return self._turns.setdefault(tenant, asyncio.Lock())
 
     async def write(
         self, tenant: str, parts: AsyncIterator[bytes], life_s: float, room: int | None = None
     ) -> tuple[str, int]:
         """Store a content that lives for ``life_s``; return its name and size. Nothing stays of one that fails.
 
-        Raises RequestTooLarge over a file's limit or the ``room`` (None: there are none), Overloaded, and the errors of
-        ``parts``.
+        Raises RequestTooLarge over a file's limit, over the ``room`` (None: there are none), and once the tenant's room
+        is taken, by others that are written at the same time too; Overloaded, and the errors of ``parts``.
         """
         content, size, now_s = secrets.token_hex(16), 0, self.objects.now_s()
         expires_s = now_s + life_s
         chunk, count = bytearray(), 0
         begun = msgspec.json.encode(Content(content, now_s))
         try:
-            await self.objects.insert(tenant, CONTENT, content, begun, expires_s)
+            await self.objects.insert(
+                tenant, CONTENT, content, begun, max(expires_s, now_s + self.objects.ttl_s) + HOUR_S
+            )
             async for part in parts:
                 chunk += part
                 size += len(part)
@@ -82,15 +139,13 @@ class Files:
                 if room is not None and size > room:
                     raise self._full(room)
                 while len(chunk) >= CHUNK_BYTES:
-                    await self._write(tenant, content, count, bytes(chunk[:CHUNK_BYTES]), expires_s)
+                    await self._write(tenant, content, count, bytes(chunk[:CHUNK_BYTES]), expires_s, room)
                     del chunk[:CHUNK_BYTES]
                     count += 1
             if chunk:
-                await self._write(tenant, content, count, bytes(chunk), expires_s)
-            if room is not None and await self.objects.taken(tenant) > self.objects.max_bytes:
-                raise self._full(0)  # others were written meanwhile
+                await self._write(tenant, content, count, bytes(chunk), expires_s, room)
         except BaseException:
-            await self.forget(tenant, content)
+            await self.discard(tenant, content)
             raise
         return content, size
 
@@ -98,39 +153,54 @@ class Files:
         message = f"Your files and batches may take {self.objects.max_bytes} bytes, and {max(0, room)} are left;"
         return RequestTooLarge(f"{message} delete some.", param="file", code="storage_limit_exceeded")
 
-    async def contents(self, tenant: str) -> list[Content]:
-        """Return a tenant's contents."""
-        return [msgspec.json.decode(data, type=Content) for data in await self.objects.all(tenant, CONTENT)]
-
-    async def _write(self, tenant: str, content: str, number: int, chunk: bytes, expires_s: float) -> None:
-        await self.objects.insert(tenant, _chunks(content), str(number), chunk, expires_s)
+    async def _write(
+        self, tenant: str, content: str, number: int, chunk: bytes, expires_s: float, room: int | None
+    ) -> None:
+        place = tenant, _chunks(content), str(number)
+        if room is None:
+            await self.objects.insert(*place, chunk, expires_s)
+            return
+        async with self.turn(tenant):
+            if await self.objects.insert(*place, chunk, expires_s, bounded=True):
+                return
+            if await self.objects.get(*place) is not None:  # stored before a connection was lost
+                return
+            left = self.objects.max_bytes - await self.objects.taken(tenant)
+            await self.forget(tenant, content)  # before the next one looks: what is given back may be enough for it
+        raise self._full(left)
 
     async def add(self, tenant: str, file: File) -> bool:
-        """Store a file whose content is written; return whether it is new."""
+        """Store a file whose content is written, and lives as long as it; return whether it is new."""
+        await self.objects.expire(tenant, _chunks(file.content), file.expires_at)
+        await self.objects.expire(tenant, CONTENT, file.expires_at, file.content)
         return await self.objects.insert(tenant, FILE, file.id, msgspec.json.encode(file), file.expires_at)
 
     async def create(
         self, tenant: str, filename: str, content: str, size: int, purpose: str, life_s: float | None = None
     ) -> File:
         """Store a new file, whose ``content`` is written. Raises InvalidRequest if the tenant has too many."""
-        if len(await self.objects.ids(tenant, FILE)) >= MAX_FILES:
-            raise InvalidRequest(f"You have {MAX_FILES} files; delete some.", code="storage_limit_exceeded")
-        life_s, now_s = min(life_s or self.objects.ttl_s, self.objects.ttl_s), self.objects.now_s()
-        file = File(f"file-{secrets.token_hex(16)}", content, filename[:256], purpose, size, now_s, now_s + life_s)
-        await self.add(tenant, file)
+        async with self.turn(tenant):
+            if len(await self.objects.ids(tenant, FILE)) >= MAX_FILES:
+                raise InvalidRequest(f"You have {MAX_FILES} files; delete some.", code="storage_limit_exceeded")
+            life_s, now_s = min(life_s or self.objects.ttl_s, self.objects.ttl_s), self.objects.now_s()
+            file = File(new_id("file-", now_s), content, filename[:256], purpose, size, now_s, now_s + life_s)
+            await self.add(tenant, file)
         return file
 
     async def get(self, tenant: str, file_id: str) -> File:
-        """Return a file. Raises NotFound, Overloaded and ResponseDamaged."""
-        data = await self.objects.get(tenant, FILE, file_id)
-        if data is None:
+        """Return a file. Raises NotFound, Overloaded, ResponseDamaged and StoredByNewerRelease."""
+        file = await self.objects.read(tenant, FILE, file_id, File)
+        if file is None:
             raise NotFound(f"There is no file {file_id[:64]!r}: it may be deleted or expired.", param="file_id")
-        return msgspec.json.decode(data, type=File)
+        return file
 
     async def all(self, tenant: str) -> list[File]:
         """Return a tenant's files, the newest first."""
-        files = [msgspec.json.decode(data, type=File) for data in await self.objects.all(tenant, FILE)]
-        return sorted(files, key=lambda file: (file.created_at, file.id), reverse=True)
+        return await self.listed(tenant, lambda files: files)
+
+    async def listed(self, tenant: str, work: Callable[[list[File]], R]) -> R:
+        """Return what ``work`` makes of a tenant's files, the newest first, in a thread."""
+        return await self.objects.read_all(tenant, FILE, File, lambda found, _: work(newest_first(found)))
 
     async def delete(self, tenant: str, file_id: str) -> None:
         """Remove a file and its content. Raises NotFound."""
@@ -142,6 +212,23 @@ class Files:
         """Remove a content."""
         await self.objects.remove(tenant, _chunks(content))
         await self.objects.remove(tenant, CONTENT, content)
+
+    async def discard(self, tenant: str, content: str) -> None:
+        """Remove a content of which nothing shall stay after an error, whatever becomes of the caller.
+
+        If the store cannot be reached, ``Batches.sweep`` removes it later.
+        """
+
+        async def leave() -> None:
+            try:
+                await self.forget(tenant, content)
+            except WarmpathError:
+                logger.warning("a content that nothing names stays in the store for an hour at least", exc_info=True)
+
+        task = asyncio.create_task(leave())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        await asyncio.shield(task)
 
     async def content(self, tenant: str, content: str, size: int) -> AsyncIterator[bytes]:
         """Yield a content of ``size`` bytes in chunks. Raises NotFound if a part is gone."""
@@ -159,6 +246,11 @@ class Files:
         if chunk is None:
             raise NotFound("The file was deleted or has expired.", code="file_deleted")
         return chunk
+
+
+def newest_first(found: list[Listed]) -> list[Listed]:
+    """Return objects in the order of lists."""
+    return sorted(found, key=place_of, reverse=True)
 
 
 def _chunks(content: str) -> str:

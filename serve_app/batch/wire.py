@@ -4,7 +4,7 @@ Source: OpenAI's and Anthropic's API references, and the types of their Python c
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from mimetypes import guess_type
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,7 +14,7 @@ from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, Must
 from serve_app.batch.batches import StoredBatch
-from serve_app.batch.files import File
+from serve_app.batch.files import File, Listed, Place, place_of, told_place
 from serve_app.errors import InvalidRequest
 
 MAX_REQUESTS = 100_000
@@ -100,7 +100,7 @@ class MessageBatchBody(JsonBody):
 
 
 class PageQuery(JsonBody):
-    """The query of lists. ``after``, ``after_id``, ``before_id``, ``page``: the id of an object."""
+    """The query of lists. ``after``, ``after_id``, ``before_id``, ``page``: the id of an object, which may be gone."""
 
     limit: Annotated[int, Field(ge=1, le=10_000, strict=False)] = 20
     after: str | None = None
@@ -111,23 +111,37 @@ class PageQuery(JsonBody):
     purpose: str | None = None
 
 
-def page(shown: Sequence[dict[str, Any]], asked: PageQuery) -> dict[str, Any]:
-    """Return the page of a list, the newest first, that a query selects. Raises InvalidRequest."""
-    listed = list(shown) if asked.order == "desc" else [*reversed(shown)]
-    ids = [one["id"] for one in listed]
-    for name in ("after", "after_id", "page", "before_id"):
-        value = getattr(asked, name)
-        if value is not None and value not in ids:
-            raise InvalidRequest(f"{name} must be an id of this list.", param=name)
-    if (after := asked.after or asked.after_id or asked.page) is not None:
-        listed = listed[ids.index(after) + 1 :]
-    if asked.before_id is not None:  # the page that ends right before it
-        listed = listed[: ids.index(asked.before_id)]
-        found = listed[-asked.limit :]
-    else:
-        found = listed[: asked.limit]
-    first, last = (found[0]["id"], found[-1]["id"]) if found else (None, None)
-    return {"data": found, "first_id": first, "last_id": last, "has_more": len(listed) > len(found)}
+def page(
+    found: Sequence[Listed], asked: PageQuery, prefix: str, shown: Callable[[Listed], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the page of a list, the newest first, that a query selects. Raises InvalidRequest.
+
+    ``prefix``: of the ids. What a cursor names may be gone meanwhile: the page then goes on from its place.
+    """
+    places = {one.id: place_of(one) for one in found}
+    listed = list(found) if asked.order == "desc" else [*reversed(found)]
+    for name in ("after", "after_id", "page"):
+        if (at := _cursor(asked, name, prefix, places)) is not None:
+            listed = [one for one in listed if _is_after(places[one.id], at, asked.order)]
+    taken = listed[: asked.limit]
+    if (at := _cursor(asked, "before_id", prefix, places)) is not None:  # the page that ends right before it
+        listed = [one for one in listed if _is_after(at, places[one.id], asked.order)]
+        taken = listed[-asked.limit :]
+    first, last = (taken[0].id, taken[-1].id) if taken else (None, None)
+    return {"data": [*map(shown, taken)], "first_id": first, "last_id": last, "has_more": len(listed) > len(taken)}
+
+
+def _cursor(asked: PageQuery, name: str, prefix: str, places: Mapping[str, Place]) -> Place | None:
+    if (value := getattr(asked, name)) is None:
+        return None
+    at = places.get(value) or (told_place(value) if value.startswith(prefix) else None)
+    if at is None:
+        raise InvalidRequest(f"{name} must be an id of this list.", param=name)
+    return at
+
+
+def _is_after(one: Place, other: Place, order: str) -> bool:
+    return one > other if order == "asc" else one < other
 
 
 def openai_batch(batch: StoredBatch) -> dict[str, Any]:

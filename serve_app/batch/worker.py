@@ -7,19 +7,33 @@ the same path as a client's. Knows neither HTTP nor engines.
 import asyncio
 import logging
 import secrets
-import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from serve_app.batch.batch_file import BatchRequest, parse_line
-from serve_app.batch.batches import Batches, LineError, LineResult, QueuedBatch, StoredBatch, Unasked, usage_of
+from router.background import run_in_background
+from serve_app.batch.batch_file import APIS, BatchRequest
+from serve_app.batch.batches import (
+    UNREADABLE,
+    Batches,
+    LineError,
+    LineResult,
+    QueuedBatch,
+    StoredBatch,
+    Unasked,
+    usage_of,
+)
 from serve_app.batch.files import File
-from serve_app.batch.order import LineRunner, beginnings, grouped
-from serve_app.errors import InvalidRequest, NotFound, Overloaded, RequestTooLarge, WarmpathError
+from serve_app.batch.lines import InputLine, asked, checked, lines_of
+from serve_app.batch.order import Group, LineRunner, grouped
+from serve_app.batch.turns import Turns
+from serve_app.errors import NotFound, Overloaded, RequestTooLarge, WarmpathError
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +41,10 @@ T = TypeVar("T")
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100
-MAX_LINE_BYTES = 32 << 20
+LARGE_BYTES = 64 << 10
+"""Lines and answers over this size are not parsed in the event loop."""
 MAX_RUNNING = 16
-"""Batches that one ingress runs at once."""
+"""Batches that one ingress runs at once, at most one of a tenant."""
 POLL_S = 2.0
 LEASE_S = 20.0
 """After this time without a sign of its runner, another ingress continues a batch."""
@@ -38,18 +53,23 @@ TICK_S = 1.0
 QUIET_S = 0.02
 """The interval between looks whether other work waits."""
 LONGEST_PAUSE_S = 30.0
+"""A batch that is told to wait for longer gives its place back."""
 MAX_FAULTS = 3
 """The times that a line is asked for if the server fails at it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The answer to one line. ``retry_after_s``: the server was busy, and the line is asked again; None: it was not."""
+    """The answer to one line. ``retry_after_s``: the server was busy, and the line is asked again; None: it was not.
+
+    ``own_limit``: a limit of its tenant refused it, and would refuse each of its lines.
+    """
 
     status: int
     body: bytes
     warning: str = ""
     retry_after_s: float | None = None
+    own_limit: bool = False
 
 
 Ask = Callable[[str, str, bytes, str, bool], Awaitable[Said]]
@@ -60,23 +80,14 @@ class Lost(Exception):
     """Another process runs the batch, or it was deleted."""
 
 
-@dataclass(slots=True)
-class _Line:
-    """A line of the input, ``start`` bytes after its beginning."""
-
-    start: int
-    length: int
-    model: str
-    beginnings: bytes
-
-
 @dataclass(slots=True, eq=False)
 class _Run:
     """A batch in progress, as of the last look at its row."""
 
     tenant: str
     batch: StoredBatch
-    lines: list[_Line] = field(default_factory=list)
+    begun_s: float
+    lines: list[InputLine] = field(default_factory=list)
     model: str | None = None
     counts: Counter[str] = field(default_factory=Counter)
     """New results that the row does not count yet."""
@@ -85,6 +96,8 @@ class _Run:
     urgent: int | None = None
     """The number of a line that does not wait for others, while it is in progress."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: the batch's place is free, and it is let go of once its lines in progress have ended; no more start here."""
 
     def is_late(self, now_s: float) -> bool:
         """Return whether half of its time is over, and more of its lines than of its time is left."""
@@ -111,7 +124,9 @@ class BatchWorker:
     """By id of the batch."""
     _asking: list[Counter[str]] = field(default_factory=list)
     """By batch, the lines in progress by model."""
-    _tenants: dict[str, str] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    turns: Turns = field(init=False)
+    _runs: dict[str, _Run] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _loop: asyncio.Task[None] | None = None
     _leaving: set[asyncio.Task[None]] = field(default_factory=set)
@@ -119,6 +134,7 @@ class BatchWorker:
 
     def __post_init__(self) -> None:
         self.name = f"{self.name} {secrets.token_hex(4)}"
+        self.turns = Turns(self.clock)
 
     @property
     def asking(self) -> Counter[str]:
@@ -127,7 +143,7 @@ class BatchWorker:
 
     def start(self) -> None:
         """Begin to look for batches."""
-        self._loop = asyncio.create_task(self._watch())
+        self._loop = run_in_background(self._watch)
 
     async def stop(self) -> None:
         """Let go of all batches; other ingresses continue them at once."""
@@ -140,6 +156,11 @@ class BatchWorker:
 
     def wake(self) -> None:
         """Look at once: there is a new batch, or one was cancelled."""
+        self._news.set()
+
+    def limits_changed(self) -> None:
+        """Ask again for what rests, as its tenant's limits refused it."""
+        self.turns.refresh()
         self._news.set()
 
     async def _watch(self) -> None:
@@ -156,23 +177,46 @@ class BatchWorker:
                 pass
 
     async def _claim(self) -> None:
-        """Begin or continue queued batches, one of each tenant at a time."""
-        for queued in await self.batches.queue():
-            if len(self.running) >= MAX_RUNNING:
-                return
+        """Begin or continue queued batches, one of each tenant at a time. An error costs the batch that had it."""
+        for queued in self.turns.order(await self.batches.queue()):
             tenant, batch_id = queued.tenant, queued.batch_id
-            if batch_id in self.running or not self.knows(tenant):
+            if len(placed := self._placed()) >= MAX_RUNNING and not any(
+                self.turns.is_over(one.begun_s) for one in placed
+            ):
+                return
+            if batch_id in self.running or not self.knows(tenant) or self.turns.rests(batch_id):
                 continue
-            if (batch := await self._take(queued, ending=tenant in self._tenants.values())) is not None:
-                self._tenants[batch_id] = tenant
-                self.running[batch_id] = asyncio.create_task(self._run(_Run(tenant, batch)))
+            ending = self.turns.rests(tenant) or any(run.tenant == tenant for run in self._runs.values())
+            try:
+                if (batch := await self._take(queued, ending=ending)) is None:
+                    continue
+                if len(placed := self._placed()) >= MAX_RUNNING:
+                    self._leave(min(placed, key=lambda one: one.begun_s))
+                self._runs[batch_id] = run = _Run(tenant, batch, self.clock())
+                self.running[batch_id] = asyncio.create_task(self._run(run))
+            except Exception as error:
+                self._failed(batch_id, error)
 
-    async def _take(self, queued: QueuedBatch, *, ending: bool) -> StoredBatch | None:
-        """Become the holder of a batch, and return it; None if another one is, or there is nothing to do.
+    def _placed(self) -> list[_Run]:
+        """Return the batches that have a place."""
+        return [run for run in self._runs.values() if not run.leaving.is_set()]
 
-        ``ending``: only if no line of it will be asked for.
-        """
-        now_s = self.batches.objects.now_s()
+    def _leave(self, run: _Run) -> None:
+        """Let a batch give its place back."""
+        if not run.leaving.is_set():
+            run.leaving.set()
+            self.turns.ended(run.tenant)
+            self._news.set()
+
+    def _failed(self, batch_id: str, error: BaseException) -> None:
+        self.turns.failed(batch_id)
+        known = isinstance(error, WarmpathError)
+        logger.warning(
+            "batch %s stops here and is continued later: %s", batch_id, error, exc_info=None if known else error
+        )
+
+    async def _free(self, queued: QueuedBatch) -> StoredBatch | None:
+        """Return a batch that nobody runs and that has not ended, None if it is not so."""
         try:
             batch = await self.batches.get(queued.tenant, queued.batch_id)
         except NotFound:
@@ -181,13 +225,25 @@ class BatchWorker:
         if batch.ended:  # its runner ended before the rest was tidied
             await self.batches.tidy(queued.tenant, batch)
             return None
-        if batch.held_until_s > now_s and batch.holder != self.name:
-            return None
-        if ending and batch.status != "cancelling" and now_s < batch.expires_at:
+        return batch if self._may_hold(batch) else None
+
+    def _may_hold(self, batch: StoredBatch) -> bool:
+        left_s = batch.held_until_s - self.batches.objects.now_s()
+        # A longer lease than there are was written before the clock was set back.
+        return not 0 < left_s <= 2 * LEASE_S or batch.holder == self.name
+
+    async def _take(self, queued: QueuedBatch, *, ending: bool) -> StoredBatch | None:
+        """Become the holder of a batch, and return it; None if another one is, or there is nothing to do.
+
+        ``ending``: only if no line of it will be asked for.
+        """
+        now_s = self.batches.objects.now_s()
+        batch = await self._free(queued)
+        if batch is None or (ending and batch.status != "cancelling" and now_s < batch.expires_at):
             return None
 
         def hold(batch: StoredBatch) -> bool:
-            free = batch.held_until_s <= now_s or batch.holder == self.name
+            free = self._may_hold(batch)
             batch.holder, batch.held_until_s = self.name, now_s + LEASE_S
             return free and not batch.ended
 
@@ -203,11 +259,12 @@ class BatchWorker:
                 work.cancel()
             ticks.cancel()
             await asyncio.gather(work, ticks, return_exceptions=True)
-            if not work.cancelled() and (error := work.exception()) is not None:
-                known = isinstance(error, WarmpathError | Lost)
-                logger.warning(
-                    "batch %s stops here and is continued later", batch_id, exc_info=None if known else error
-                )
+            errors = [error for task in (work, ticks) if not task.cancelled() and (error := task.exception())]
+            for error in errors:
+                if not isinstance(error, Lost):
+                    self._failed(batch_id, error)
+            if not errors:
+                self.turns.worked(batch_id)
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
@@ -233,9 +290,8 @@ class BatchWorker:
         except WarmpathError:
             logger.warning("batch %s is free once its lease ends", run.batch.id)
         finally:
-            del self.running[run.batch.id], self._tenants[run.batch.id]
-            if run.batch.ended:
-                self._news.set()
+            self._leave(run)
+            del self.running[run.batch.id], self._runs[run.batch.id]
 
     async def _tick(self, run: _Run) -> None:
         """Keep the lease and write the counts. Return once the batch is another's, or the store is gone for long."""
@@ -293,8 +349,9 @@ class BatchWorker:
                 row.become("in_progress", now_s())
 
         await self._write(run, begin)
-        if run.batch.status == "in_progress" and not run.batch.unasked:
-            await self._ask_all(run)
+        if run.batch.status == "in_progress" and not run.batch.unasked and not await self._ask_all(run):
+            await self._write(run)
+            return
         await self._finish(run)
         await self.batches.tidy(run.tenant, run.batch)
 
@@ -304,23 +361,18 @@ class BatchWorker:
         seen: dict[str, int] = {}
         errors: list[LineError] = []
         models: set[str] = set()
-        number = 0
-        async for lines in lines_of(files.content(run.tenant, batch.content, batch.size)):
-            # Parsing is work of milliseconds for a chunk.
-            for start, raw, request in await asyncio.to_thread(_parsed, lines, batch.endpoint):
-                number += 1
-                if not raw.strip():
-                    continue
-                if isinstance(request, LineError):
-                    errors.append(msgspec.structs.replace(request, line=number))
-                elif request.custom_id in seen:
-                    message = f"Lines {seen[request.custom_id]} and {number} have the same custom_id."
+        async for part in lines_of(files.content(run.tenant, batch.content, batch.size)):
+            work = partial(checked, part, batch.endpoint)
+            for number, custom_id, line in await files.objects.work(run.tenant, work):
+                if isinstance(line, LineError):
+                    errors.append(line)
+                elif custom_id in seen:
+                    message = f"Lines {seen[custom_id]} and {number} have the same custom_id."
                     errors.append(LineError("duplicate_custom_id", message, number, "custom_id"))
                 else:
-                    seen[request.custom_id] = number
-                    model = sys.intern(str(request.body.get("model")))
-                    models.add(model)
-                    run.lines.append(_Line(start, len(raw), model, await asyncio.to_thread(beginnings, request.body)))
+                    seen[custom_id] = number
+                    models.add(line.model)
+                    run.lines.append(line)
             if len(errors) >= MAX_ERRORS:
                 return errors[:MAX_ERRORS]
             if len(run.lines) > MAX_LINES and not batch.anthropic:
@@ -331,17 +383,23 @@ class BatchWorker:
             run.model = models.pop()
         return errors
 
-    async def _ask_all(self, run: _Run) -> None:
-        """Ask for each line that has no result, until the batch expires or is cancelled."""
+    async def _ask_all(self, run: _Run) -> bool:
+        """Ask for each line that has no result, until the batch expires or is cancelled; return False if it leaves."""
         done = await self.batches.done(run.tenant, run.batch)
-        left = [number for number in range(len(run.lines)) if number not in done]
+
+        def ordered() -> tuple[list[int], list[Group]]:
+            left = [number for number in range(len(run.lines)) if number not in done]
+            return left, grouped([run.lines[number].beginnings for number in left])
+
+        left, groups = await self.batches.objects.work(run.tenant, ordered)
         run.left = len(left)
-        groups = grouped([run.lines[number].beginnings for number in left])
         asking = Counter[str]()
 
         async def quiet(at: int) -> None:
             model = run.lines[left[at]].model
-            while not self.quiet(run.tenant, model):
+            while run.leaving.is_set() or not self.quiet(run.tenant, model):
+                if run.leaving.is_set():
+                    await asyncio.Event().wait()  # until this is cancelled
                 if run.urgent is None and run.is_late(self.batches.objects.now_s()):
                     run.urgent = left[at]  # or others' requests could hold all of it up until it expires
                     break
@@ -356,7 +414,7 @@ class BatchWorker:
 
         runner = LineRunner(
             ask,
-            lambda: max(1, self.at_once() // max(1, len(self.running))),
+            lambda: max(1, self.at_once() // max(1, len(self._placed()))),
             self.lanes,
             quiet,
         )
@@ -365,43 +423,63 @@ class BatchWorker:
         try:
             while not work.done():
                 if run.batch.status == "cancelling":
-                    return
+                    return True
                 if self.batches.objects.now_s() >= run.batch.expires_at:
                     await self._write(run, _expire)
-                    return
+                    return True
+                if not self.knows(run.tenant):
+                    self._leave(run)
+                if run.leaving.is_set() and not asking.total():
+                    return False
                 await asyncio.wait((work,), timeout=TICK_S / 2)
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             self._asking = [counts for counts in self._asking if counts is not asking]
         work.result()
+        return not run.left
 
     async def _ask(self, run: _Run, number: int) -> None:
         """Ask for one line, again while the server is busy, and store its result."""
-        request, batch = await _patient(lambda: self._request(run, number)), run.batch
+        (request, body), batch = await _patient(lambda: self._request(run, number)), run.batch
         request_id = f"req_{secrets.token_hex(12)}"
-        body = msgspec.json.encode({name: value for name, value in request.body.items() if name not in _STREAMING})
         faults = 0
         try:
-            while True:
+            while not run.leaving.is_set():
                 # What failed twice may have waited for others all the time.
                 waits = number != run.urgent and faults < MAX_FAULTS - 1
-                said = await self.ask(run.tenant, request.url, body, request_id, waits)
+                try:
+                    said = await self.ask(run.tenant, request.url, body, request_id, waits)
+                except Exception:  # costs this line alone
+                    logger.exception("a line of batch %s failed", batch.id)
+                    said = Said(500, _error_body(request.url, request_id, "The server failed at this request."))
                 faults += said.status >= 500 and said.retry_after_s is None
                 if said.retry_after_s is None and (said.status < 500 or faults == MAX_FAULTS):
                     break
-                await asyncio.sleep(min(said.retry_after_s or faults, LONGEST_PAUSE_S))
+                pause_s = said.retry_after_s or faults
+                if pause_s > LONGEST_PAUSE_S:
+                    self.turns.rest(run.tenant if said.own_limit else batch.id, pause_s)
+                    self._leave(run)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(run.leaving.wait(), pause_s)
+            else:
+                return
         finally:
             if number == run.urgent:
                 run.urgent = None
         run.left -= 1
         result = LineResult(request.custom_id, said.status, request_id, msgspec.Raw(said.body or b"null"), said.warning)
-        if await _patient(lambda: self.batches.keep(run.tenant, batch, number, result)):
-            run.counts["completed" if result.ok else "failed"] += 1
+        await _patient(lambda: self.batches.keep(run.tenant, batch, number, result))
+        run.counts["completed" if result.ok else "failed"] += 1  # it had none when this run began
 
-    async def _request(self, run: _Run, number: int) -> BatchRequest:
+    async def _request(self, run: _Run, number: int) -> tuple[BatchRequest, bytes]:
         line = run.lines[number]
-        return parse_line(await self.batches.files.part(run.tenant, run.batch.content, line.start, line.length))
+        raw = await self.batches.files.part(run.tenant, run.batch.content, line.start, line.length)
+        return await self._apart(run, len(raw), partial(asked, raw))
+
+    async def _apart(self, run: _Run, size: int, work: Callable[[], T]) -> T:
+        """Return the result of what takes longer with more bytes, outside of the event loop if there are many."""
+        return work() if size <= LARGE_BYTES else await self.batches.objects.work(run.tenant, work)
 
     async def _finish(self, run: _Run) -> None:
         """Write the results into files, and end the batch."""
@@ -415,7 +493,7 @@ class BatchWorker:
 
         await self._write(run, finalize)
         batch, counts, usage = run.batch, Counter[str](), Counter[str]()
-        life_s = batch.output_life_s or self.batches.objects.ttl_s
+        life_s = min(batch.output_life_s or self.batches.objects.ttl_s, self.batches.objects.ttl_s)
         kinds = ("results",) if batch.anthropic else ("output", "error")
         contents = {kind: await self._compose(run, kind, life_s, counts, usage) for kind in kinds}
         try:
@@ -428,8 +506,9 @@ class BatchWorker:
         for kind, (content, size) in contents.items():
             if size and not batch.anthropic:
                 # Its id follows from the batch's: who comes second finds the first one's file.
-                ids[kind] = f"file-{kind}-{batch.id.removeprefix('batch_')}"
-                name, at_s = f"{batch.id}_{kind}.jsonl", now_s()
+                at_s = batch.times.get(batch.status, batch.created_at)
+                ids[kind] = _file_id(kind, batch, at_s)
+                name = f"{batch.id}_{kind}.jsonl"
                 file = File(ids[kind], content, name, "batch_output", size, at_s, at_s + life_s)
                 if not await self.batches.files.add(run.tenant, file):
                     await self.batches.files.forget(run.tenant, content)
@@ -452,18 +531,24 @@ class BatchWorker:
 
         async def parts() -> AsyncIterator[bytes]:
             async for number, result in self.batches.results(run.tenant, batch):
+                if number >= len(run.lines) and (result is None or result is UNREADABLE):
+                    continue  # the input is gone
+                if result is UNREADABLE:
+                    request_id = f"req_{secrets.token_hex(12)}"
+                    (request, _), text = await self._request(run, number), "The result of this request is damaged."
+                    body = msgspec.Raw(_error_body(request.url, request_id, text))
+                    result = LineResult(request.custom_id, 500, request_id, body)
                 ok = result is not None and result.ok
                 if kind == ("error" if ok else "output"):
                     continue
-                if result is None and number >= len(run.lines):
-                    continue  # the input is gone
                 if result is None:
-                    request = await self._request(run, number)
+                    request, _ = await self._request(run, number)
                     result = LineResult(request.custom_id, 0, f"req_{secrets.token_hex(12)}", _NULL)
                 else:
                     counts["completed" if ok else "failed"] += 1
                 if ok:
-                    usage.update(usage_of(msgspec.json.decode(result.body)))
+                    decode = partial(msgspec.json.decode, result.body)
+                    usage.update(usage_of(await self._apart(run, len(result.body), decode)))
                 yield (anthropic_line if batch.anthropic else openai_line)(result, batch.unasked) + b"\n"
 
         return await self.batches.files.write(run.tenant, parts(), life_s)
@@ -480,8 +565,6 @@ async def _patient(work: Callable[[], Awaitable[T]]) -> T:
 
 _END: dict[Unasked, Any] = {"": "completed", "expired": "expired", "cancelled": "cancelled"}
 _NULL = msgspec.Raw(b"null")
-_STREAMING = ("stream", "stream_options")
-"""Fields that have no effect on an answer in a file."""
 _WHY = {
     "expired": "This request could not be executed before the completion window expired.",
     "cancelled": "This request was not executed, because the batch was cancelled.",
@@ -522,31 +605,10 @@ def _fail(batch: StoredBatch, errors: list[LineError], now_s: float) -> None:
     batch.become("failed", now_s)
 
 
-async def lines_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[list[tuple[int, bytes]]]:
-    """Yield the lines of a content, some at a time, each with its place."""
-    rest, at = b"", 0
-    async for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        if len(rest) > MAX_LINE_BYTES:
-            raise RequestTooLarge(f"A line may have {MAX_LINE_BYTES >> 20} MiB.")
-        lines = []
-        for line in whole:
-            lines.append((at, line))
-            at += len(line) + 1
-        yield lines
-    yield [(at, rest)]
+def _file_id(kind: str, batch: StoredBatch, at_s: float) -> str:
+    return f"file-{kind}-{int(at_s * 1000):012x}{batch.id[-24:]}"
 
 
-def _parsed(lines: list[tuple[int, bytes]], endpoint: str) -> list[tuple[int, bytes, BatchRequest | LineError]]:
-    return [(start, raw, _checked(raw, endpoint)) for start, raw in lines]
-
-
-def _checked(raw: bytes, endpoint: str) -> BatchRequest | LineError:
-    try:
-        request = parse_line(raw)
-    except InvalidRequest as error:
-        code = "invalid_json_line" if error.param is None else "invalid_request"
-        return LineError(code, error.message, param=error.param)
-    if request.url != endpoint:
-        return LineError("mismatched_url", f"url is {request.url}, and the batch's endpoint {endpoint}.", param="url")
-    return request
+def _error_body(url: str, request_id: str, message: str) -> bytes:
+    """Return an error of the server in the shape of the API with this path."""
+    return msgspec.json.encode(APIS[url][1]().error(WarmpathError(message), request_id).body)

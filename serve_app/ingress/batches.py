@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
 from serve_app.batch.batches import Batches
@@ -18,6 +19,8 @@ from serve_app.tenants import Tenant
 
 BUSY = (429, 503, 529)
 """Statuses of a server that may answer later, if it tells when."""
+OWN_LIMITS = ("budget", "tokens_per_minute")
+"""A tenant's limits that may hold for longer than its lines should wait at their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,17 @@ class BatchDesk:
 
         await self.application(_scope(known, path, len(body), request_id, waits), receive, send)
         wait_s = headers.get("retry-after") if status in BUSY else None
-        return Said(status, bytes(answer), headers.get(WARNING, ""), None if wait_s is None else float(wait_s))
+        own = wait_s is not None and _limit_of(bytes(answer)) in OWN_LIMITS
+        return Said(status, bytes(answer), headers.get(WARNING, ""), None if wait_s is None else float(wait_s), own)
+
+
+def _limit_of(answer: bytes) -> str | None:
+    """Return the limit that an error names as its reason."""
+    try:
+        error = msgspec.json.decode(answer)["error"]
+        return str(error["reason"]["limit"])
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return None
 
 
 def _scope(tenant: Tenant, path: str, size: int, request_id: str, waits: bool) -> Scope:

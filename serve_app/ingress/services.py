@@ -191,6 +191,8 @@ class Services:
         self.records.metrics.expect(self.access.tenants.by_name)
         self.catalog.configure(config)
         self.completions.configure(config)
+        if self.records.batches is not None:
+            self.records.batches.worker.limits_changed()
         self.config = config
 
     @property

@@ -1,8 +1,10 @@
 """Files, OpenAI's batches and Anthropic's message batches, of the caller's tenant. Headers tell Anthropic's clients."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -75,15 +77,10 @@ async def create_file(request: Request, services: Front) -> Response:
             default = "user_data" if speaks_anthropic(request) else ""
             if (purpose := form.get("purpose", default)) not in PURPOSES:
                 raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}.", param="purpose")
-            if (life_s := expiry_of(form)) is not None:  # the content was written before this was known
-                filename, long, size = content
-                again = desk.files.content(tenant, long, size)
-                content = filename, *await desk.files.write(tenant, again, life_s)
-                await desk.files.forget(tenant, long)
-            file = await desk.files.create(tenant, *content, purpose, life_s)
+            file = await desk.files.create(tenant, *content, purpose, expiry_of(form))
         except BaseException:
             if content is not None:
-                await desk.files.forget(tenant, content[1])
+                await desk.files.discard(tenant, content[1])
             raise
     return json_response(_shown_file(request, file))
 
@@ -93,16 +90,16 @@ async def create_file(request: Request, services: Front) -> Response:
 async def files(request: Request, services: Front) -> Response:
     """The files, the newest first; `after`, `limit`, `order`, `purpose`; Anthropic's `page`, `limit`, `ids[]`."""
     desk, tenant = _desk(request, services)
-    of_anthropic, ids = speaks_anthropic(request), request.query_params.getlist("ids[]")
+    of_anthropic, ids = speaks_anthropic(request), set(request.query_params.getlist("ids[]"))
     asked = PageQuery.checked({"limit": "20" if of_anthropic and not ids else "10000", **request.query_params})
-    found = [
-        _shown_file(request, file)
-        for file in await desk.files.all(tenant)
-        if asked.purpose in (None, file.purpose) and (not ids or file.id in ids)
-    ]
-    listed = page(found, asked)
-    more = {"next_page": listed["last_id"] if listed["has_more"] else None} if of_anthropic else {"object": "list"}
-    return json_response({**more, **listed})
+
+    def listed(found: list[File]) -> msgspec.Raw:
+        chosen = [one for one in found if asked.purpose in (None, one.purpose) and (not ids or one.id in ids)]
+        shown = page(chosen, asked, "file-", partial(_shown_file, request))
+        more = {"next_page": shown["last_id"] if shown["has_more"] else None} if of_anthropic else {"object": "list"}
+        return msgspec.Raw(msgspec.json.encode({**more, **shown}))
+
+    return json_response(await desk.files.listed(tenant, listed))
 
 
 @router.get("/v1/files/{file_id}")
@@ -128,8 +125,8 @@ async def delete_file(request: Request, services: Front, file_id: str) -> Respon
     """Delete a file. One that a batch in progress reads stays (409)."""
     desk, tenant = _desk(request, services)
     content = (await desk.files.get(tenant, file_id)).content
-    for batch in await desk.batches.all(tenant):
-        if batch.content == content and not batch.ended:
+    for batch in await desk.batches.open(tenant):
+        if batch.content == content:
             raise Conflict(f"The batch {batch.id} still reads this file; cancel it first.", param="file_id")
     await desk.files.delete(tenant, file_id)
     gone = {"type": "file_deleted"} if speaks_anthropic(request) else {"object": "file", "deleted": True}
@@ -152,7 +149,7 @@ async def create_batch(request: Request, services: Front) -> Response:
             raise InvalidRequest(f"The file's purpose is {source.purpose}; upload it as batch.", param="input_file_id")
         now_s = desk.objects.now_s()
         batch = StoredBatch(
-            id=new_id("batch_"),
+            id=new_id("batch_", now_s),
             endpoint=body.endpoint,
             content=source.content,
             size=source.bytes,
@@ -174,8 +171,13 @@ async def create_batch(request: Request, services: Front) -> Response:
 async def batches(request: Request, services: Front) -> Response:
     """The batches, the newest first; `after`, `limit`."""
     desk, tenant = _desk(request, services)
-    found = [openai_batch(batch) for batch in await desk.batches.all(tenant) if not batch.anthropic]
-    return json_response({"object": "list", **page(found, PageQuery.checked(dict(request.query_params)))})
+    asked = PageQuery.checked(dict(request.query_params))
+
+    def listed(found: list[StoredBatch]) -> msgspec.Raw:
+        chosen = [batch for batch in found if not batch.anthropic]
+        return msgspec.Raw(msgspec.json.encode({"object": "list", **page(chosen, asked, "batch_", openai_batch)}))
+
+    return json_response(await desk.batches.listed(tenant, listed))
 
 
 @router.get("/v1/batches/{batch_id}")
@@ -215,7 +217,7 @@ async def create_message_batch(request: Request, services: Front) -> Response:
         room = await desk.batches.room(tenant)
         content, size = await desk.files.write(tenant, parts(), desk.objects.ttl_s, room)
         batch = StoredBatch(
-            id=new_id("msgbatch_"),
+            id=new_id("msgbatch_", now_s),
             endpoint="/v1/messages",
             content=content,
             size=size,
@@ -227,7 +229,7 @@ async def create_message_batch(request: Request, services: Front) -> Response:
         try:
             await desk.batches.create(tenant, batch)
         except BaseException:
-            await desk.files.forget(tenant, content)
+            await desk.files.discard(tenant, content)
             raise
     desk.worker.wake()
     return json_response(_shown(request, batch))
@@ -238,8 +240,13 @@ async def create_message_batch(request: Request, services: Front) -> Response:
 async def message_batches(request: Request, services: Front) -> Response:
     """The message batches, the newest first; `after_id`, `before_id`, `limit`."""
     desk, tenant = _desk(request, services)
-    found = [_shown(request, batch) for batch in await desk.batches.all(tenant) if batch.anthropic]
-    return json_response(page(found, PageQuery.checked(dict(request.query_params))))
+    asked, shown = PageQuery.checked(dict(request.query_params)), partial(_shown, request)
+
+    def listed(found: list[StoredBatch]) -> msgspec.Raw:
+        chosen = [batch for batch in found if batch.anthropic]
+        return msgspec.Raw(msgspec.json.encode(page(chosen, asked, "msgbatch_", shown)))
+
+    return json_response(await desk.batches.listed(tenant, listed))
 
 
 @router.get(f"{BATCHES_PATH}/{{batch_id}}", tags=["messages"])
