@@ -220,6 +220,13 @@ class GenerationFailed(WarmpathError):
 _EXCEPTION = re.compile(r"^(?P<kind>(?:\w+\.)*[A-Z]\w*): (?P<text>.+)$")
 
 
+def unread(error: BaseException) -> str:
+    """Return why a file cannot be read, for its owner: no number of an error, no name of a decoder."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not text in UTF-8, at byte {error.start}"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def innermost(message: str) -> str:
     """Return the last exception in a traceback, without the class if it is warmpath's; else the text itself."""
     for line in reversed(message.strip().splitlines()):

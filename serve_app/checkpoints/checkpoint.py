@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from serve_app.engine.protocol import CheckpointInfo as CheckpointInfo
+from serve_app.errors import unread
 
 SAMPLE_BYTES = 256
 """The bytes from each tensor's middle for the fingerprint."""
@@ -46,7 +47,7 @@ def load_checkpoint_info(path: Path, *, weights: bool = True) -> CheckpointInfo:
     """
     if not path.is_dir():
         raise CheckpointError(f"no directory {path}; give the path of a checkpoint directory that exists")
-    config = _read_json(path / "config.json", "the directory must hold a Hugging Face checkpoint")
+    config = read_json(path / "config.json", "the directory must hold a Hugging Face checkpoint")
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         raise CheckpointError(f"{path} holds no tokenizer.json; save the model's tokenizer into the same directory")
     nested = config.get("text_config")
@@ -87,13 +88,14 @@ def _first_size(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
-def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """Return a file's object. Raises CheckpointError, with the ``remedy`` if there is no such file."""
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; {remedy}")
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); copy the checkpoint again") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({unread(error)}); copy the checkpoint again") from error
 
 
 def _eos_token_ids(path: Path, *configs: dict[str, Any]) -> tuple[int, ...]:
@@ -101,10 +103,10 @@ def _eos_token_ids(path: Path, *configs: dict[str, Any]) -> tuple[int, ...]:
     named: list[Any] = []
     generation = path / "generation_config.json"
     if generation.is_file():
-        named.append(_read_json(generation, "").get("eos_token_id"))
+        named.append(read_json(generation, "").get("eos_token_id"))
     tokenizer_config = path / "tokenizer_config.json"
     if tokenizer_config.is_file():
-        token = _read_json(tokenizer_config, "").get("eos_token")
+        token = read_json(tokenizer_config, "").get("eos_token")
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str):
             named.append(_added_token_id(path / "tokenizer.json", content))
@@ -143,7 +145,7 @@ def stored_bytes(path: Path, number_bytes: int = 4) -> int:
     Raises CheckpointError for a broken file.
     """
     index = path / "model.safetensors.index.json"
-    named = set((_read_json(index, "").get("weight_map") or {}).values()) if index.is_file() else set()
+    named = set((read_json(index, "").get("weight_map") or {}).values()) if index.is_file() else set()
     files = [path / str(name) for name in named]  # beside them may be the same weights in another form
     total = 0
     for file in files or [file for file in path.glob("*.safetensors") if not file.name.startswith("consolidated")]:
@@ -159,7 +161,7 @@ def _index_bytes(path: Path) -> Iterator[bytes]:
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return
-    names = _read_json(index, "").get("weight_map")
+    names = read_json(index, "").get("weight_map")
     missing = sorted({str(name) for name in names.values() if not (path / str(name)).is_file()}) if names else []
     if missing:
         raise CheckpointError(f"{path} lacks weights listed in its index: {', '.join(missing)}; copy them too")

@@ -41,8 +41,25 @@ class KvPlan:
     replicas_needed: int
 
 
+_NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+_OTHERS = ("num_key_value_heads", "head_dim", "num_local_experts", "num_experts", "moe_intermediate_size")
+
+
+def _check(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError for a config with a needed size that is missing, or one that is no size."""
+    experts = fields.get("num_local_experts") or fields.get("num_experts")
+    needed = (*_NEEDED, *(() if experts and fields.get("moe_intermediate_size") else ("intermediate_size",)))
+    for name in (*needed, *_OTHERS):
+        size = fields.get(name) or None
+        if size is None and name in needed:
+            raise ValueError(f"the config lacks {name}, which a language model's has")
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"{name} in the config must be a whole number above 0")
+
+
 def weights_bytes(fields: Mapping[str, Any], dtype: str) -> int:
-    """Return the bytes of a decoder's weights. Raises KeyError for a config without a needed size."""
+    """Return the bytes of a decoder's weights. Raises ValueError for a config without a needed size."""
+    _check(fields)
     config = SimpleNamespace(**fields)
     layers, kv_heads, head_dim = kv_shape(config)
     hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
@@ -58,7 +75,7 @@ def kv_room(fields: Mapping[str, Any], dtype: str, memory_bytes: int, ranks: tup
     """Return the KV capacity of a replica with ``memory_bytes`` in all ranks. ``fields``: of config.json.
 
     ``ranks``: a replica's tensor-parallel ranks and pipeline stages.
-    Raises KeyError for a config without a needed size, and ValueError for an unknown ``dtype``.
+    Raises ValueError for a config without a needed size, and for an unknown ``dtype``.
     """
     weights = weights_bytes(fields, dtype)
     block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, BLOCK_TOKENS, *ranks)

@@ -4,15 +4,18 @@ Exact for a single LRU cache of whole blocks that evicts the ends of prompts fir
 """
 
 import gzip
-import json
+import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+
+from serve_app.errors import unread
 
 TRACE_BLOCK_TOKENS = 512
 """The tokens of one id in a Mooncake trace."""
@@ -68,19 +71,46 @@ class ReuseCurve:
         return int(np.searchsorted(self.distances, blocks, side="right"))
 
 
+class _Row(msgspec.Struct):
+    """A line of a trace. ``timestamp``: in ms."""
+
+    timestamp: float
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    hash_ids: tuple[int, ...]
+    output_length: int = 1
+
+
+_EXPECTED = (
+    'a line of a trace is {"timestamp": MILLISECONDS, "input_length": TOKENS, "output_length": TOKENS, "hash_ids": '
+    f"[...]}}, with an id for each {TRACE_BLOCK_TOKENS} tokens of input"
+)
+_ROWS = msgspec.json.Decoder(_Row)
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file, gzipped or plain, that are not blank, with their numbers. Raises TraceError."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"{path} cannot be read after line {number}: {unread(error)}") from error
+
+
 def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
-    """Read the first ``requests`` of a trace, gzipped or plain, by arrival. Raises TraceError and OSError."""
+    """Read the first ``requests`` of a trace, gzipped or plain, by arrival. Raises TraceError."""
     found: list[TraceRequest] = []
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        for number, line in enumerate(islice(lines, requests), 1):
-            try:
-                row = json.loads(line)
-                tokens, ids = int(row["input_length"]), tuple(int(value) for value in row["hash_ids"])
-                found.append(TraceRequest(row["timestamp"] / 1000.0, tokens, int(row.get("output_length", 1)), ids))
-            except (ValueError, KeyError, TypeError) as error:
-                raise TraceError(f"{path}, line {number}: {error!r}") from error
-            if tokens < 1 or len(ids) != -(-tokens // TRACE_BLOCK_TOKENS):
-                raise TraceError(f"{path}, line {number}: {len(ids)} ids for {tokens} tokens")
+    for number, line in islice(numbered_lines(path), requests):
+        try:
+            row = _ROWS.decode(line)
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"{path}, line {number}: {error}; {_EXPECTED}") from error
+        tokens, ids = row.input_length, row.hash_ids
+        if len(ids) != -(-tokens // TRACE_BLOCK_TOKENS):
+            raise TraceError(f"{path}, line {number}: {len(ids)} ids for {tokens} tokens; {_EXPECTED}")
+        found.append(TraceRequest(row.timestamp / 1000.0, tokens, row.output_length, ids))
     if not found:
         raise TraceError(f"{path} holds no requests")
     return sorted(found, key=lambda request: request.arrival_s)

@@ -6,7 +6,6 @@ which transformers dequantises to bfloat16 once, in a process of its own (`pytho
 DIRECTORY`), with torch and all weights in memory.
 """
 
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
-from serve_app.checkpoints.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint_info
+from serve_app.checkpoints.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint_info, read_json
 from serve_app.checkpoints.demo_model import RECIPES, ensure_demo_model
 from serve_app.checkpoints.model_cache import default_cache_dir, ensure_made
 from serve_app.config.app import AppConfig, is_hub_id
@@ -135,7 +134,7 @@ _GGUF_FIELDS = {
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """Return a language model's config fields. Raises CheckpointError, OSError, or ValueError for invalid JSON."""
+    """Return a language model's config fields. Raises CheckpointError, and OSError or ValueError for a GGUF file."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return _gguf_config(path)
@@ -145,10 +144,9 @@ def model_config(model: str) -> dict[str, Any]:
         file = ensure_config(model, None)
     else:
         file = resolve_model(model) / "config.json"
-    fields = json.loads(file.read_text())
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{file} holds no object")
-    return dict(fields.get("text_config") or fields)
+    fields = read_json(file, "give the config.json of a language model")
+    inner = fields.get("text_config")
+    return dict(inner if isinstance(inner, dict) else fields)
 
 
 def _gguf_config(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
+from serve_app.checkpoints.reuse import numbered_lines
 from serve_app.cli.console import Commands, console, fail
 
 
@@ -250,9 +251,9 @@ def cache(
     server = Server(url.rstrip("/"), api_key)
     name = model or server.model()
     try:
-        bodies = [_chat(line, name) for line in file.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        fail(f"{file}: {error}")
+        bodies = [_chat(file, number, line, name) for number, line in numbered_lines(file)]
+    except ValueError as error:
+        fail(str(error))
     if not bodies:
         fail(f"{file} holds no requests")
     apart = [body | {"cache_salt": uuid4().hex} for body in bodies]
@@ -311,11 +312,15 @@ async def _in_turn(server: Server, at_once: int, sets: Mapping[str, list[Body]])
     return [(told, await answers(server, bodies, at_once, told)) for told, bodies in sets.items()]
 
 
-def _chat(line: str, model: str) -> Body:
-    request = json.loads(line)
-    body = request.get("body", request) if isinstance(request, dict) else None
+def _chat(file: Path, number: int, line: bytes, model: str) -> Body:
+    try:
+        request = json.loads(line)
+        body = request.get("body", request) if isinstance(request, dict) else None
+    except (ValueError, RecursionError):
+        body = None
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-        raise ValueError("each line is a chat request with messages, or has one as its body")
+        expected = 'each line is a chat request, {"messages": [...]}, or has one as its "body"'
+        raise ValueError(f"{file}, line {number}: {expected}")
     return body | {"model": model, "temperature": 0, "max_tokens": body.get("max_tokens") or 32}
 
 

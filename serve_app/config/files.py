@@ -8,6 +8,7 @@ import yaml
 
 from serve_app.config.app import AppConfig, is_template
 from serve_app.config.live import BadSettings, app_config
+from serve_app.errors import unread
 
 PATHS = frozenset(name for name, field in AppConfig.model_fields.items() if field.annotation == Path | None)
 _DRAFTERS = {"speculative_config": "model", "engine_args": "spec_model"}
@@ -24,13 +25,11 @@ def load_settings(
     merged: dict[str, Any] = {}
     if config is not None:
         try:
-            loaded = yaml.safe_load(config.read_text())
-        except yaml.YAMLError as error:
-            line, sentence = not_yaml(error)
-            raise ValueError(f"{config}:{line}: {sentence}") from error
+            loaded = read_yaml(config.read_text())
+        except NotYaml as error:
+            raise ValueError(f"{config}:{error.line}: {error}") from error
         except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ValueError(f"cannot read the settings file {config}: {why}") from error
+            raise ValueError(f"cannot read the settings file {config}: {unread(error)}") from error
         if not isinstance(loaded, dict):
             raise ValueError(f"the settings file {config} must hold NAME: VALUE pairs")
         merged.update(rooted(loaded, config.parent))
@@ -41,8 +40,8 @@ def load_settings(
         if not separator:
             raise ValueError(f"{flag} takes NAME=VALUE, not {assignment!r}")
         try:
-            values[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            values[name] = read_yaml(value)
+        except NotYaml as error:
             raise ValueError(f"{flag} {name}: the value is not YAML; put it in quotes") from error
     before = merged.get("engine_args") or {}
     if arguments and isinstance(before, Mapping):
@@ -54,13 +53,36 @@ def load_settings(
         raise ValueError(f"settings: {error}") from None
 
 
-def not_yaml(error: yaml.YAMLError) -> tuple[int, str]:
-    """Return the line, from 1, at which a text is not YAML, and a sentence on it."""
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error)
-    if "'\\t'" in problem:
-        problem = "a tab; indent with spaces"
-    return 1 if mark is None else mark.line + 1, f"this is not YAML: {problem}"
+class NotYaml(ValueError):
+    """A text is not YAML; the message says why. ``line``: from 1."""
+
+    def __init__(self, line: int, why: str) -> None:
+        super().__init__(f"this is not YAML: {why}")
+        self.line = line
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, which also tells the line of a number or date that is none."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:  # as the base class
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from error
+
+
+def read_yaml(text: str) -> Any:
+    """Return the values of a YAML text. Raises NotYaml."""
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506  # it is a safe loader
+    except RecursionError:
+        raise NotYaml(1, "it is nested too deeply") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        if "'\\t'" in problem:
+            problem = "a tab; indent with spaces"
+        raise NotYaml(1 if mark is None else mark.line + 1, problem) from error
 
 
 def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:

@@ -10,7 +10,9 @@ from typing import Any, AnyStr
 
 import yaml
 
+from serve_app.config.files import read_yaml
 from serve_app.config.prompts import MAX_PROMPT_BYTES, MAX_PROMPTS, MAX_TOTAL_BYTES, PROMPT_WORD
+from serve_app.errors import unread
 
 LOCK = "prompts.lock"
 COPIES = ".locked"
@@ -55,14 +57,16 @@ class PromptDirectory:
         if not self._path.is_dir():
             raise PromptError(f"there is no directory {self._path}; `warmpath prompts add` makes one")
         try:
-            entries = yaml.safe_load(read_bounded(file, 1 << 20).decode())
+            entries = read_yaml(read_bounded(file, 1 << 20).decode())
             locks = list(_locks_of({} if entries is None else entries))
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise PromptError(f"cannot read {file}: {error}") from error
-        except (AttributeError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
-            raise PromptError(f"{file} is no lock of prompts ({error}); restore it from version control") from error
+            raise PromptError(f"cannot read {file}: {unread(error)}") from error
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise PromptError(
+                f"{file} is no lock of prompts ({unread(error)}); restore it from version control"
+            ) from error
         if len(locks) > MAX_PROMPTS:
             raise PromptError(f"{file} has {len(locks)} prompts; at most {MAX_PROMPTS}")
         return locks
@@ -185,7 +189,7 @@ def _prompt_bytes(ref: str, file: Path) -> bytes:
     except UnicodeDecodeError as error:
         raise PromptError(f"prompt {ref}: {file} is not UTF-8 at byte {error.start}") from None
     except (OSError, ValueError) as error:
-        raise PromptError(f"prompt {ref}: cannot read {file}: {error}") from error
+        raise PromptError(f"prompt {ref}: cannot read {file}: {unread(error)}") from error
     if not raw:
         raise PromptError(f"prompt {ref}: {file} is empty")
     return raw

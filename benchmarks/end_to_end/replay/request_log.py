@@ -4,14 +4,14 @@ A line is a batch line, `{"custom_id", "method", "url", "body"}`, or a bare body
 (seconds from any start, milliseconds since 1970, or ISO 8601) and optionally `tenant`.
 """
 
-import gzip
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+
+from serve_app.checkpoints.reuse import numbered_lines
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -34,27 +34,29 @@ class _Line(BaseModel, extra="allow"):
     body: dict[str, Any] | None = None
 
 
+_EXPECTED = 'a line of a log is {"timestamp": MOMENT, ...}, with a request\'s fields or its "body"'
+
+
 def is_log(path: Path) -> bool:
     """Return whether a file is a log rather than a trace. Raises ValueError for an empty file."""
-    for _, line in _lines(path):
-        return '"hash_ids"' not in line
+    for _, line in numbered_lines(path):
+        return b'"hash_ids"' not in line
     raise ValueError(f"{path} holds no requests")
 
 
 def read_log(path: Path) -> list[LoggedRequest]:
     """Read a log, gzipped or plain, and sort it by time. Raises ValueError at a malformed line."""
     found = []
-    for number, line in _lines(path):
+    for number, line in numbered_lines(path):
         try:
             found.append(_request(_Line.model_validate_json(line)))
+        except ValidationError as error:
+            why = error.errors()[0]
+            place = ".".join(map(str, why["loc"])) or "the line"
+            raise ValueError(f"{path}, line {number}: {place}: {why['msg']}; {_EXPECTED}") from error
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     return sorted(found, key=lambda request: request.at_s)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def _request(line: _Line) -> LoggedRequest:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from serve_app.cli.checks.finding import Finding, Look, RunPlace, problem
 from serve_app.cli.checks.run import findings
 from serve_app.config.app import REPLICAS, AppConfig, deployment_of
-from serve_app.config.files import not_yaml, rooted
+from serve_app.config.files import NotYaml, read_yaml, rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
 INGRESS = "Ingress"
@@ -27,7 +27,7 @@ def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: RunPl
     """
     try:
         found = _mistakes(text, directory, place_of_run)
-    except _NotYaml as error:
+    except NotYaml as error:
         return [replace(problem("", str(error)), line=error.line)]
     return sorted(found, key=lambda mistake: mistake.line)
 
@@ -44,22 +44,16 @@ def _mistakes(text: str, directory: Path | None, place_of_run: RunPlace) -> list
     return list(_settings(document, (), values if directory is None else rooted(values, directory), place_of_run))
 
 
-class _NotYaml(ValueError):
-    def __init__(self, line: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.line = line
-
-
 class _Document:
     """A YAML text's values and lines. ``before``: the lines before it. ``as_written``: its lines are the file's."""
 
     def __init__(self, text: str, before: int = 0, *, as_written: bool = True) -> None:
         try:
-            self.values = yaml.safe_load(text)
-            self.root: Any = yaml.compose(text, yaml.SafeLoader)
-        except yaml.YAMLError as error:
-            line, sentence = not_yaml(error)
-            raise _NotYaml(before + (line if as_written else 0), sentence) from None
+            self.values = read_yaml(text)
+        except NotYaml as error:
+            error.line = before + (error.line if as_written else 0)
+            raise
+        self.root: Any = yaml.compose(text, yaml.SafeLoader)
         self.before = before
         self.as_written = as_written
 

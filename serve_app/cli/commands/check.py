@@ -11,6 +11,7 @@ from serve_app.cli.checks.finding import Finding, Look
 from serve_app.cli.checks.run import OF_MODELS, CheckNeed, findings
 from serve_app.cli.console import fail
 from serve_app.config.files import load_settings
+from serve_app.errors import unread
 
 
 def doctor(
@@ -68,7 +69,7 @@ def check(
     try:
         mistakes = mistakes_in(file.read_text(), file.parent, place_of_run="elsewhere" if elsewhere else "here")
     except (OSError, ValueError) as error:
-        fail(f"cannot read {file}: {error}")
+        fail(f"cannot read {file}: {unread(error)}")
     for mistake in mistakes:
         print(mistake.told(str(file)))
     if any(mistake.state == "problem" for mistake in mistakes):

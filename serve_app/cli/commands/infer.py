@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from serve_app.cli.console import console, fail, harmless
 from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
-from serve_app.errors import InvalidRequest
+from serve_app.errors import InvalidRequest, unread
 
 if TYPE_CHECKING:
     from serve_app.batch.answered import AnsweredLine
@@ -106,7 +106,9 @@ def infer(
                 responses = file.edge.responses([file.answered[number] for number in range(len(file.requests))])
                 file.output.write_text(json.dumps(responses, ensure_ascii=False, indent=2) + "\n")
         _report(asked, profile_file)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        fail(f"{error.filename}: {unread(error)}" if error.filename else unread(error))
+    except ValueError as error:
         fail(str(error))
     finally:
         for output in outputs.values():
@@ -122,7 +124,7 @@ def _read(path: Path, output: Path | None) -> _File:
         edge = read_edge_file(path, text)
         requests = read_lines(text) if edge is None else edge.requests
     except (OSError, InvalidRequest) as error:
-        fail(f"{path}: {error}")
+        fail(f"{path}: {unread(error)}")
     if edge is not None and edge.unread:
         console.print(harmless(f"{path}: unknown fields ignored: {', '.join(edge.unread)}"), soft_wrap=True)
     ending = ".json" if edge is not None else ".jsonl"

@@ -12,11 +12,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.kv_planner import KvRoom, kv_room, plan_kv
-from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, read_trace, reuse_curve
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, TraceError, read_trace, reuse_curve
 from serve_app.checkpoints.sources import model_config
 from serve_app.cli.console import fail
 from serve_app.config.files import load_settings
 from serve_app.config.quantities import Bytes
+from serve_app.errors import unread
 
 _GOOD_PART = 0.9
 """Fraction of an unlimited cache's hit rate; the rest is expensive."""
@@ -59,12 +60,10 @@ def plan(
                 told[name] = _by_prefixes(room_of, memory_bytes, prefixes or 1, prefix_tokens or 1, count)
     except ValidationError as error:
         fail(f"--memory {error.errors()[0]['msg']}")
-    except (KeyError, AttributeError) as error:
-        fail(f"{name} lacks a size that a language model's config has: {error}")
-    except CheckpointError as error:
+    except (CheckpointError, TraceError) as error:
         fail(str(error))
-    except (OSError, ValueError, TypeError) as error:
-        fail(f"it cannot be read or planned: {error}")
+    except (OSError, ValueError) as error:
+        fail(f"{name} cannot be planned: {unread(error)}")
     if model is not None:
         (figures, text), *_ = told.values()
         print(json.dumps(figures, indent=2) if as_json else text)

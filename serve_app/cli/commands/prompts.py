@@ -9,6 +9,7 @@ import typer
 
 from serve_app.cli.admin_client import LOCAL, Url, ask
 from serve_app.cli.console import Commands, fail, harmless
+from serve_app.errors import unread
 from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError
 
 if TYPE_CHECKING:
@@ -98,8 +99,10 @@ def add(
     """Lock a version: from now on, every client gets exactly these bytes."""
     try:
         lock = PromptDirectory(directory).add(ref, file, tenant)
-    except (PromptError, OSError) as error:
+    except PromptError as error:
         fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename}: {unread(error)}")
     print(f"{lock.ref}  {lock.digest}  {'public' if lock.tenant is None else f'private to {lock.tenant}'}")
 
 
@@ -109,7 +112,7 @@ def verify(directory: PromptsDirectory = Path("prompts")) -> None:
     try:
         shelf = PromptDirectory(directory)
         problems, locks = shelf.problems(), shelf.locks()
-    except (PromptError, OSError) as error:
+    except PromptError as error:
         fail(str(error))
     for problem in problems:
         print(problem)

@@ -7,6 +7,7 @@ import yaml
 
 from serve_app.cli.admin_client import LOCAL, Url, ask, part
 from serve_app.cli.console import Commands, fail
+from serve_app.config.files import NotYaml, read_yaml
 
 app = typer.Typer(
     cls=Commands,
@@ -77,8 +78,8 @@ def _values(fields: list[str] | None) -> dict[str, Any]:
         if not equals:
             fail(f"{field} has no value; write FIELD=VALUE, such as tokens_per_minute=60000")
         try:
-            found[name.replace("-", "_")] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            found[name.replace("-", "_")] = read_yaml(value)
+        except NotYaml:
             fail(f"the value of {name} is no YAML; put it in quotes")
     return found
 
