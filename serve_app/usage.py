@@ -228,6 +228,14 @@ def cost_of(counts: Counts, price: PriceConfig | None) -> Decimal:
     return sum(parts, Decimal()) / _PRICED_TOKENS
 
 
+def most_cost(prompt_tokens: int, output_tokens: int, price: PriceConfig | None) -> Decimal:
+    """Return the most that a request of so many tokens may cost; without a price, nothing."""
+    if price is None:
+        return Decimal()
+    prompt = prompt_tokens * max(price.input, price.read, price.written)
+    return (prompt + output_tokens * price.output) / _PRICED_TOKENS
+
+
 def saved_by_cache(counts: Counts, price: PriceConfig | None) -> Decimal:
     """Return how much less tokens cost than without a cache; below zero if writes cost more than reads brought."""
     if price is None:

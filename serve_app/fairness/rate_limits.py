@@ -193,7 +193,19 @@ class TenantLimits:
 class Allowance:
     """The part of its tenant's limits that one request holds until its ``end``."""
 
-    __slots__ = ("_begun_s", "_clock", "_limits", "_place", "_reserved", "_tenant", "_used", "at_end")
+    __slots__ = (
+        "_begun_s",
+        "_clock",
+        "_limits",
+        "_place",
+        "_reserved",
+        "_tenant",
+        "_used",
+        "at_end",
+        "model",
+        "output_tokens",
+        "prompt_tokens",
+    )
 
     def __init__(self, tenant: _Tenant | None, clock: Callable[[], float], limits: TenantLimits) -> None:
         self._tenant = tenant
@@ -201,6 +213,8 @@ class Allowance:
         self._place = 0
         self.at_end: list[Callable[[], object]] = []
         """Called at the end, for what other limits count."""
+        self.model = ""
+        self.prompt_tokens = self.output_tokens = 0
         self._clock = clock
         self._begun_s = clock()
         self._reserved = self._used = 0
@@ -229,8 +243,9 @@ class Allowance:
         for check in self._limits.checks:
             await check(self, prompts)
 
-    def reserve(self, prompt_tokens: int, output_tokens: int) -> None:
+    def reserve(self, prompt_tokens: int, output_tokens: int, model: str = "") -> None:
         """Reserve the prompt, including cached tokens, and the longest output. Raises RateLimited and takes nothing."""
+        self.model, self.prompt_tokens, self.output_tokens = model, prompt_tokens, output_tokens
         tenant = self._tenant
         if tenant is None or tenant.tokens is None:
             return

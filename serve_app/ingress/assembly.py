@@ -200,7 +200,7 @@ async def _make_common(config: AppConfig, replica: DeploymentHandle) -> _Common:
     desk: BatchDesk | None = None
     if objects and config.files_max_bytes:
         desk = BatchDesk(objects, name, lambda: tenants.by_name, aliases=lambda: tenants.aliases)
-    budgets = Budgets(config.tenants, config.prices, objects)
+    budgets = Budgets(config.tenants, config.prices, objects, config.ingress_replicas)
     budgets.start()
     ledger.heard.append(budgets.count)
     limits.checks.append(budgets.check)

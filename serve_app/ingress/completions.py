@@ -142,7 +142,8 @@ class Completions:
                 generations = self.readers.after_reasoning(wanted, generations)
                 prompts = generations[:: wanted.n]
                 prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
-                allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
+                output_tokens = sum(generation.sampling.max_tokens for generation in generations)
+                allowance.reserve(prompt_tokens, output_tokens, wanted.answering_model)
                 await allowance.prepared(prompts)
                 stage("prepare")
             if trace is not None:

@@ -1,27 +1,30 @@
 """Budgets over several ingresses and their lives: nothing is counted twice, and little is spent past the end."""
 
 import asyncio
+import itertools
 import random
+import time
+from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.budgets import Budgets
+from serve_app import budgets as budgets_module
+from serve_app.budgets import HELD_S, LOOKS, Budgets
 from serve_app.config.live import BadSettings, app_config
 from serve_app.config.tenants import PriceConfig, TenantConfig
-from serve_app.errors import BudgetSpent, Overloaded
+from serve_app.errors import BudgetSpent, Overloaded, RateLimited
 from serve_app.fairness.queue import FairWorkers
-from serve_app.fairness.rate_limits import Allowance
+from serve_app.fairness.rate_limits import Allowance, TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.stored import StorageLimits, StoredObjects, open_database
-from serve_app.usage import Counts, UsageKey, cost_of, usage_document
+from serve_app.usage import Counts, UsageKey, cost_of, most_cost, usage_document
 
 KEY = UsageKey("2026-11-27", "acme", "m", "")
 NOON_S = datetime(2026, 11, 27, 12, tzinfo=UTC).timestamp()
@@ -31,8 +34,11 @@ def tenant(**budget: Any) -> TenantConfig:
     return TenantConfig.model_validate({"name": "acme", "key_sha256": ["a" * 64], "budget": budget})
 
 
-def asking(config: TenantConfig) -> Allowance:
-    return cast(Allowance, SimpleNamespace(config=config))
+def asking(config: TenantConfig, prompt_tokens: int = 0, output_tokens: int = 0, model: str = "m") -> Allowance:
+    """Return what a request of so many tokens may take of its tenant's limits."""
+    allowance = TenantLimits([config]).begin(config.name)
+    allowance.reserve(prompt_tokens, output_tokens, model)
+    return allowance
 
 
 def ingress(
@@ -41,12 +47,14 @@ def ingress(
     prices: dict[str, Any] | None = None,
     *,
     now_s: Callable[[], float] = lambda: NOON_S,
+    of: int = 1,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Budgets:
-    """Return the budgets of a new life of an ingress."""
+    """Return the budgets of a new life of one of ``of`` ingresses."""
     bounds = StorageLimits(3600, 1 << 30, now_s)
     objects = StoredObjects(open_database(None, file, bounds), b"s" * 32, FairWorkers(Shares({})), bounds)
     priced = {name: PriceConfig.model_validate(price) for name, price in (prices or {}).items()}
-    return Budgets([config], priced, objects)
+    return Budgets([config], priced, objects, of, clock=clock)
 
 
 async def used(budgets: Budgets) -> Any:
@@ -54,14 +62,84 @@ async def used(budgets: Budgets) -> Any:
     return told["used"]
 
 
-def test_four_ingresses_spend_one_budget_and_a_kill_loses_little(tmp_path: Path) -> None:
-    """200 clients until none is let in; an ingress dies without a word, and begins again."""
+@pytest.mark.parametrize("of", [1, 4])
+def test_requests_at_once_spend_at_most_one_more_than_the_budget(tmp_path: Path, of: int) -> None:
+    """24 requests of up to 200 tokens each, on a budget of 1,000."""
+    config = tenant(tokens=1000, period="day")
+
+    async def run() -> int:
+        ingresses = [ingress(tmp_path / "f", config, of=of) for _ in range(of)]
+        spent = 0
+
+        async def client(number: int) -> None:
+            nonlocal spent
+            mine, allowance = ingresses[number % of], asking(config, 100, 100)
+            try:
+                await mine.check(allowance, ())
+            except RateLimited as error:
+                assert (error.code, error.retry_after_s) == ("rate_limit_exceeded", 1.0)
+                assert "under way may use what is left of your budget of 1,000 tokens a day" in str(error)
+                allowance.end(refused=True)
+                return
+            for counts in (Counts(prompt_tokens=100), Counts(requests=1, output_tokens=100)):
+                await asyncio.sleep(0)
+                mine.count(KEY, counts)
+                spent += sum(counts[2:])
+            running.append(allowance)
+
+        running: list[Allowance] = []
+        await asyncio.gather(*(client(number) for number in range(24)))
+        assert 1000 <= spent <= 1200
+        for allowance in running:
+            allowance.end()
+        for budgets in (*ingresses[1:], ingresses[0]):
+            await budgets.flush()
+        with pytest.raises(BudgetSpent):
+            await ingresses[0].check(asking(config, 1, 1), ())
+        return spent
+
+    assert asyncio.run(run()) - 1000 <= 200
+
+
+def test_what_a_request_did_not_use_is_free_again(tmp_path: Path) -> None:
+    """Also what one held that was refused by a later limit, and what one held whose ingress died, a while later."""
+    now = [NOON_S]
+    config = tenant(tokens=1000, period="day")
+
+    async def run() -> None:
+        first, other = (ingress(tmp_path / "f", config, now_s=lambda: now[0], of=2) for _ in range(2))
+        long = asking(config, 10, 990)
+        await first.check(long, ())
+        for budgets in (first, other):
+            with pytest.raises(RateLimited, match="under way"):
+                await budgets.check(asking(config, 1, 1), ())
+        long.end(refused=True)
+        await first.flush()
+        again = asking(config, 10, 990)
+        await other.check(again, ())
+        for _ in range(4):  # it lives, so nothing of it lapses
+            now[0] += HELD_S / 2 + 1
+            await other.flush()
+            with pytest.raises(RateLimited, match="under way"):
+                await first.check(asking(config, 1, 1), ())
+        now[0] += HELD_S + 1  # it does not any more
+        await first.check(asking(config, 10, 990), ())
+        assert await used(first) == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_four_ingresses_spend_one_budget_and_a_kill_loses_little(tmp_path: Path, changes: bool) -> None:
+    """200 clients until none is let in; an ingress dies without a word, and begins again; periods change meanwhile."""
     config = tenant(tokens=100_000, period="day")
+    monthly = tenant(tokens=100_000, period="month")
     spent = lost = answers = 0
+    now = [NOON_S]
 
     async def run() -> int:
         nonlocal spent, lost, answers
-        ingresses = [ingress(tmp_path / "f", config) for _ in range(4)]
+        ingresses = [ingress(tmp_path / "f", config, now_s=lambda: now[0], of=4) for _ in range(4)]
         for budgets in ingresses:
             budgets.start()
         rng = random.Random(1)
@@ -70,35 +148,49 @@ def test_four_ingresses_spend_one_budget_and_a_kill_loses_little(tmp_path: Path)
             nonlocal spent, lost, answers
             while True:
                 at = number % 4
-                mine = ingresses[at]
+                mine, allowance = ingresses[at], asking(config, 40, 10)
                 try:
-                    await mine.check(asking(config), ())
+                    await mine.check(allowance, ())
                 except BudgetSpent as error:
                     assert error.code == "budget_spent" and error.status == 429
-                    assert error.retry_after_s == 12 * 3600
                     return
+                except RateLimited:  # until what the dead one held lapses
+                    await asyncio.sleep(0.01)
+                    continue
                 mine.count(KEY, Counts(prompt_tokens=40))
                 await asyncio.sleep(rng.random() * 0.05)
                 mine.count(KEY, Counts(requests=1, output_tokens=10))
+                allowance.end()
                 spent += 50
                 answers += 1
                 if answers == 800:
                     mine._writing.cancel()
-                    lost = int(sum(one.own - one.written for one in mine._spent.values()))
-                    ingresses[at] = ingress(tmp_path / "f", config)
+                    lost = int(sum(one.own - one.written for place, one in mine._spent.items() if "-27" in place[1]))
+                    ingresses[at] = ingress(tmp_path / "f", config, now_s=lambda: now[0], of=4)
                     ingresses[at].start()
+                if changes and answers % 100 == 0:
+                    ingresses[rng.randrange(4)].configure([rng.choice((config, monthly))], {})
 
-        async with asyncio.TaskGroup() as clients:
-            for number in range(200):
-                clients.create_task(client(number))
+        async def pass_time() -> None:
+            while True:
+                await asyncio.sleep(0.05)
+                now[0] += HELD_S / 4
+                for budgets in list(ingresses):
+                    await budgets.flush()
+
+        passing = asyncio.create_task(pass_time())
+        await asyncio.gather(*(client(number) for number in range(200)))
+        passing.cancel()
         for budgets in ingresses:
+            budgets.configure([config], {})
             await budgets.flush()
         return int(await used(ingresses[0]))
 
     counted = asyncio.run(run())
     assert counted >= 100_000
-    assert spent <= 101_000 + 200 * 50 + lost
-    assert 0 <= spent - counted <= lost + 200 * 50  # what ran at the killed one was counted there
+    assert 0 <= spent - counted <= lost + 50 * 50  # what ran at the killed one was counted there
+    # A request and a thousandth for each ingress; a day's budget, which nobody asked while the month's held, counts on.
+    assert counted <= 100_000 + 50 + 4 * 100 + (50 * 200 if changes else 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["count", "look", "die", "flush"])), max_size=25))
@@ -145,6 +237,267 @@ def test_a_new_day_begins_with_nothing_spent_and_the_last_one_is_kept(tmp_path: 
     asyncio.run(run())
 
 
+def test_what_is_spent_stays_spent_whatever_period_and_time_it_is(tmp_path: Path) -> None:
+    """A day's budget becomes a month's and again a day's; the clock goes back over midnight, by seconds and by days."""
+    now = [datetime(2026, 11, 30, 23, 59, 59, tzinfo=UTC).timestamp()]
+    daily, monthly = tenant(tokens=1000, period="day"), tenant(tokens=1000, period="month")
+
+    async def run() -> None:
+        budgets = ingress(tmp_path / "f", daily, now_s=lambda: now[0])
+        budgets.count(KEY, Counts(prompt_tokens=1100))
+        for config, forth_s in itertools.product((daily, monthly, daily), (2, 3 * 86400)):
+            for written in (False, True):
+                budgets.configure([config], {})
+                with pytest.raises(BudgetSpent):
+                    await budgets.check(asking(config, 1), ())
+                now[0] += forth_s
+                await budgets.check(asking(config, 1), ())  # another day of another month
+                budgets.count(KEY, Counts(prompt_tokens=10))
+                if written:
+                    await budgets.flush()
+                now[0] -= forth_s
+        await budgets.flush()
+        for config in (daily, monthly):
+            assert await used(ingress(tmp_path / "f", config, now_s=lambda: now[0])) == 1100
+        now[0] += 2
+        for config in (daily, monthly):
+            assert await used(ingress(tmp_path / "f", config, now_s=lambda: now[0])) == (60 if config is daily else 120)
+
+    asyncio.run(run())
+
+
+def test_a_counter_that_was_forgotten_or_lost_by_its_row_is_no_other_one(tmp_path: Path) -> None:
+    """A period that ended long ago and comes again begins a new entry; an entry that its row lost is written again."""
+    now = [NOON_S]
+    config = tenant(tokens=1000, period="day")
+
+    async def run() -> None:
+        budgets = ingress(tmp_path / "f", config, now_s=lambda: now[0])
+        budgets.count(KEY, Counts(prompt_tokens=600))
+        await budgets.flush()
+        now[0] += 40 * 86400
+        await budgets.flush()
+        assert not [place for place in budgets._spent if "-27" in place[1]], "it is not kept for ever"
+        now[0] = NOON_S
+        budgets.count(KEY, Counts(prompt_tokens=300))
+        assert await used(budgets) == 900
+        await budgets.flush()
+        assert await used(ingress(tmp_path / "f", config)) == 900
+        assert budgets._objects is not None
+        assert await budgets._objects.change("acme", "budget", "tokens 2026-11-27", lambda _: b"{}")
+        now[0] += 1
+        for _ in range(2):
+            await asyncio.wait([budgets._begin_look(budgets._of("acme", config.budget, "day"))])  # type: ignore[arg-type]
+        assert await used(ingress(tmp_path / "f", config)) == 300, "what this counter knows"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("first", ["31", "28", "29 leap", "30", "december", "summer time"])
+def test_days_and_months_end_where_calendars_say(tmp_path: Path, first: str) -> None:
+    begins = {
+        "31": "2026-01-31", "28": "2026-02-28", "29 leap": "2028-02-29", "30": "2026-11-30", "december": "2026-12-31",
+        "summer time": "2026-03-29",
+    }[first]  # fmt: skip
+    day = date.fromisoformat(begins)
+    next_month = next(day + timedelta(n) for n in range(1, 32) if (day + timedelta(n)).month != day.month)
+
+    async def run() -> None:
+        for hour, minute in ((0, 0), (2, 30), (23, 59)):
+            now_s = datetime(day.year, day.month, day.day, hour, minute, tzinfo=UTC).timestamp()
+            for period, end in (("day", day + timedelta(1)), ("month", next_month)):
+                budgets = ingress(tmp_path / "f", tenant(tokens=1, period=period), now_s=lambda now_s=now_s: now_s)
+                (told,) = await budgets.told("acme")
+                assert told["ends_at"] == f"{end}T00:00:00Z"
+
+    asyncio.run(run())
+
+
+STEP = st.one_of(
+    st.tuples(st.sampled_from(["ask", "ask", "ask"]), st.integers(0, 2), st.integers(1, 400)),
+    st.tuples(st.sampled_from(["end", "end", "refuse", "flush", "die", "away", "back"]), st.integers(0, 2), st.just(0)),
+    st.tuples(st.sampled_from(["day", "month"]), st.just(0), st.just(0)),
+    st.tuples(st.just("time"), st.just(0), st.sampled_from([1, -2, 20, 7200, -7200, 86400, 40 * 86400, -86400])),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(STEP, max_size=60))
+def test_in_any_order_nothing_is_forgotten_and_no_more_is_let_in_than_a_naive_count_allows(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]
+) -> None:
+    """Three ingresses; an oracle adds up by day and by month what was counted and what its ingress took with it.
+
+    A budget is passed by one request and a thousandth an ingress, while none died and period and time stood still.
+    """
+    file, most = tmp_path_factory.mktemp("budgets") / "f", 2000
+    configs = {period: tenant(tokens=most, period=period) for period in ("day", "month")}
+    now, looks = [NOON_S], [0.0]
+
+    def clock() -> float:  # each question finds that the last look is old enough
+        looks[0] += 2
+        return looks[0]
+
+    def begin() -> Budgets:
+        return ingress(file, configs[period], now_s=lambda: now[0], of=3, clock=clock)
+
+    def row() -> str:
+        return f"{datetime.fromtimestamp(now[0], UTC):%Y-%m-%d}"
+
+    async def run() -> None:
+        nonlocal period
+        lives = [begin() for _ in range(3)]
+        running: list[list[Allowance]] = [[], [], []]
+        counted: list[Counter[str]] = [Counter(), Counter(), Counter()]  # by ingress: not surely written
+        total, still, away = Counter[str](), True, set[int]()
+        for step, at, amount in steps:
+            mine = lives[at]
+            if step == "ask":
+                allowance = asking(configs[period], amount)
+                try:
+                    await mine.check(allowance, ())
+                    running[at].append(allowance)
+                except RateLimited:
+                    allowance.end(refused=True)
+            elif step in ("end", "refuse") and running[at]:
+                allowance = running[at].pop(0)
+                if step == "end":
+                    mine.count(KEY, Counts(prompt_tokens=allowance.prompt_tokens))
+                    for name in (row(), row()[:-3]):
+                        total[name] += allowance.prompt_tokens
+                        counted[at][name] += allowance.prompt_tokens
+                allowance.end(refused=step == "refuse")
+                if still:
+                    name = row() if period == "day" else row()[:-3]
+                    assert total[name] <= most + 400 + 3 * most // 1000
+            elif step == "flush" and at not in away:
+                await mine.flush()
+                counted[at].clear()
+            elif step == "die":
+                # What its looks wrote is not lost, and those that ran there end elsewhere.
+                for place, one in mine._spent.items():
+                    total[place[1].removeprefix("tokens ")] -= int(one.own - one.written)
+                lives[at], running[at], still = begin(), [], False
+                away.discard(at)
+            elif step == "away":
+                away.add(at)
+                mine._objects = Away(mine._objects)  # type: ignore[assignment,arg-type]
+            elif step == "back" and at in away:
+                away.remove(at)
+                mine._objects = mine._objects.inner  # type: ignore[union-attr]
+            elif step in configs:
+                period, still = step, still and step == period
+                for each in lives:
+                    each.configure([configs[period]], {})
+            elif step == "time":
+                now[0] += amount
+                still = still and amount in (1, 20)
+        for at in away:
+            lives[at]._objects = lives[at]._objects.inner  # type: ignore[union-attr]
+        for each in lives:
+            await each.flush()
+        for unit, name in (("day", row()), ("month", row()[:-3])):
+            period = unit
+            assert await used(begin()) == total[name]
+
+    period = "day"
+    asyncio.run(run())
+
+
+class Away:
+    """A database that does not answer."""
+
+    def __init__(self, inner: StoredObjects) -> None:
+        self.inner = inner
+        self.now_s = inner.now_s
+
+    async def get(self, *_: object) -> bool:
+        raise Overloaded("away")
+
+    change = insert = get
+
+
+def test_no_request_waits_for_a_database_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2,000 tenants only some ask it at once, others' threads stay free, and all of them are told."""
+    monkeypatch.setattr(budgets_module, "WAIT_S", 0.01)
+    monkeypatch.setattr(budgets_module, "TOLD_S", 0.01)
+    names = [f"t{number}" for number in range(2000)]
+    configs = [tenant(tokens=1000).model_copy(update={"name": name}) for name in names]
+    asked = 0
+
+    async def run() -> None:
+        hangs = asyncio.Event()
+
+        class Hanging(Away):
+            async def get(self, *place: Any) -> Any:
+                nonlocal asked
+                asked += 1
+                await hangs.wait()
+                return None
+
+            async def change(self, *place: Any) -> bool:
+                await self.get()
+                return await self.inner.change(*place)
+
+            async def insert(self, *place: Any) -> bool:
+                return await self.inner.insert(*place)
+
+        budgets = ingress(tmp_path / "f", configs[0], of=2)
+        budgets.configure(configs, {})
+        budgets._objects = Hanging(budgets._objects)  # type: ignore[assignment,arg-type]
+        async with asyncio.timeout(120):
+            await asyncio.gather(*(budgets.check(asking(config, 1), ()) for config in configs[:100]))
+            assert len(await budgets.told(None)) == len(list(budgets.samples())) == 2000
+            assert asked <= LOOKS
+            # Alone, it lets in its half of what it knows to be left.
+            one, answers = configs[0], 0
+            with pytest.raises(RateLimited, match="cannot ask the others now"):
+                while True:
+                    await budgets.check(asking(one, 100), ())
+                    answers += 1
+            assert answers == 5
+            monkeypatch.setattr(budgets_module, "WAIT_S", 60.0)
+            hangs.set()
+            await budgets.flush()
+            await budgets.check(asking(one, 100), ())
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("row", [b"[]", b'{"a": {"of": "a newer release"}}', b'{"a": "none"}', b'{"held a": "1"}'])
+def test_a_row_that_cannot_be_read_is_left_alone(tmp_path: Path, row: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    config = tenant(tokens=100, period="day")
+
+    async def run() -> None:
+        budgets = ingress(tmp_path / "f", config)
+        objects = budgets._objects
+        assert objects is not None
+        assert await objects.insert("acme", "budget", "tokens 2026-11-27", row, NOON_S + 1e6)
+        await budgets.check(asking(config, 90), ())
+        budgets.count(KEY, Counts(prompt_tokens=100))
+        with pytest.raises(BudgetSpent):
+            await budgets.check(asking(config, 90), ())
+        await budgets.flush()
+        assert await objects.get("acme", "budget", "tokens 2026-11-27") == row
+        assert await objects.get("acme", "budget", "tokens 2026-11") is not None, "it stops no other row"
+
+    asyncio.run(run())
+    assert caplog.text.count("the budget of acme is counted by this ingress alone") == 1
+
+
+@given(st.integers(0, 10**6), st.data())
+def test_the_most_that_a_request_may_cost_is_no_less_than_what_it_costs(prompt: int, data: st.DataObject) -> None:
+    cached = data.draw(st.integers(0, prompt))
+    written = data.draw(st.integers(0, prompt - cached))
+    money = st.decimals(0, 1000, places=3)
+    price = PriceConfig(input=data.draw(money), output=data.draw(money), cached=data.draw(st.none() | money),
+                        write=data.draw(st.none() | money))  # fmt: skip
+    most = data.draw(st.integers(0, 10**6))
+    counts = Counts(1, 1, prompt, cached, written, data.draw(st.integers(0, most)))
+    assert cost_of(counts, price) <= most_cost(prompt, most, price)
+    assert most_cost(prompt, most, None) == 0
+
+
 def test_a_soft_budget_refuses_nothing_and_others_have_none(tmp_path: Path) -> None:
     soft = tenant(tokens=1, hard=False)
 
@@ -169,11 +522,16 @@ def test_without_its_database_an_ingress_counts_alone(tmp_path: Path, monkeypatc
 
     async def run() -> None:
         budgets = ingress(tmp_path / "f", config)
+        other = ingress(tmp_path / "f", config)
+        other.count(KEY, Counts(prompt_tokens=30))
+        await other.flush()
+        assert await used(budgets) == 30
         with monkeypatch.context() as patch:
             for name in ("get", "change", "insert"):
                 patch.setattr(StoredObjects, name, away)
             await budgets.check(asking(config), ())
-            budgets.count(KEY, Counts(prompt_tokens=100))
+            budgets.count(KEY, Counts(prompt_tokens=70))
+            assert await used(budgets) == 100
             with pytest.raises(BudgetSpent):
                 await budgets.check(asking(config), ())
         await budgets.flush()
