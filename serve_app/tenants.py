@@ -110,9 +110,19 @@ def _normalized(secret: bytes, source: str) -> bytes:
 DEFAULT_TENANT = "default"
 
 
+def life_name(name: str, number: int) -> str:
+    """Return the name of a name's ``number``-th life. No tenant can be called so, as ``~`` is in no name."""
+    return name if number == 1 else f"{name}~{number}"
+
+
+def name_of(life: str) -> str:
+    """Return the name that operators and settings use for a tenant."""
+    return life.partition("~")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An authenticated tenant. Tenants of one ``trust_group`` share their KV.
+    """An authenticated tenant. Tenants of one ``trust_group`` share their KV. ``name``: of its life (``name_of``).
 
     ``models``: names of its models and adapters, None: all. ``store_kv``: its requests may write to the cache.
     """
@@ -179,6 +189,7 @@ class Tenants:
         }
         default = {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)} if self.open else {}
         self._by_name = default or {tenant.name: tenant for config, tenant in known if not config.disabled}
+        self._lives = {name_of(config.name): config.name for config in configs}
         self._operator_keys = [bytes.fromhex(key) for key in operator_key_sha256]
 
     @property
@@ -222,6 +233,10 @@ class Tenants:
     def by_name(self) -> dict[str, Tenant]:
         """The tenants by name, without disabled ones; only ``default`` if none is configured."""
         return self._by_name
+
+    def named(self, name: str) -> str:
+        """Return the tenant that bears a name now; if none does, the name itself."""
+        return self._lives.get(name, name)
 
     def is_operator(self, authorization: str | None) -> bool:
         """Return whether the header contains an operator key."""

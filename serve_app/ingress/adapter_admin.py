@@ -15,6 +15,7 @@ from serve_app.config.app import AppConfig
 from serve_app.engine.lora.peft_files import describe_adapter
 from serve_app.engine.protocol import AdapterError
 from serve_app.errors import InvalidRequest, NotFound, PermissionDenied
+from serve_app.tenants import name_of
 
 MAX_PATH_CHARS = 4096
 
@@ -81,8 +82,8 @@ class AdapterAdmin:
         name, path = wanted.lora_name, wanted.lora_path
         if name is None or path is None:
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
-        unknown = sorted(set(wanted.tenants) - {tenant.name for tenant in self.config.tenants})
-        if unknown:
+        named = {name_of(tenant.name): tenant.name for tenant in self.config.tenants}
+        if unknown := sorted(set(wanted.tenants) - named.keys()):
             raise InvalidRequest(f"There is no tenant {unknown[0][:64]!r}.", param="tenants")
         if name == self.config.model_name:
             raise InvalidRequest(f"{name!r} is the base model's name; choose another.", param="lora_name")
@@ -102,7 +103,7 @@ class AdapterAdmin:
                 inside = "" if self.config.lora_root is None else ", as lora_path starts in lora_root"
                 message = f"The adapter cannot be loaded from {str(where)[:MAX_PATH_CHARS]}{inside}: {error}."
                 raise InvalidRequest(message, param="lora_path") from error
-            tenants = wanted.tenants
+            tenants = tuple(named[tenant] for tenant in wanted.tenants)
             if before is not None and "tenants" not in wanted.model_fields_set:
                 tenants = before.tenants
             entry = self.registry.next_entry(name, spec, tenants)

@@ -417,6 +417,7 @@ async def _registry(objects: StoredObjects | None, config: AppConfig) -> TenantR
         # What is at the default place may be the database of another deployment of the same user.
         if config.tenants and (os.environ.get(URL_VARIABLE) or config.responses_file is not None):
             await registry.remember()
+        await registry.note_lives()
     except WarmpathError as error:
         logger.warning("tenants and keys: %s", error.message)
     return registry

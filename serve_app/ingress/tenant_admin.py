@@ -15,7 +15,7 @@ from serve_app.errors import InvalidRequest, NotFound
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.tenancy.records import FIELDS, MAX_LABEL_CHARS, Edit, StoredKey, TenancyChange, key_id, shown_time
 from serve_app.tenancy.registry import TenantRegistry
-from serve_app.tenants import make_api_key
+from serve_app.tenants import make_api_key, name_of
 
 MAX_ENTRIES = 1_000
 """The most entries of the log in one answer."""
@@ -27,8 +27,11 @@ T = TypeVar("T")
 _DESCRIBED: dict[str, Any] = {
     name: (TenantConfig.model_fields[name].annotation, TenantConfig.model_fields[name]) for name in ("name", *FIELDS)
 }
+_RESTORE = "true: what the last tenant of this name left is this one's, but its keys and limits are not"
 TenantBody = create_model("TenantBody", **_DESCRIBED)
-"""The body of ``POST /v1/admin/tenants``, for its description. ``TenantConfig`` checks the fields."""
+"""The body of ``POST /v1/admin/tenants/{tenant}``, for its description. ``TenantConfig`` checks the fields."""
+NewTenantBody = create_model("NewTenantBody", **_DESCRIBED, restore=(bool, Field(False, description=_RESTORE)))
+"""The body of ``POST /v1/admin/tenants``."""
 
 _Moment = Annotated[
     str | None,
@@ -82,7 +85,7 @@ class TenantAdmin:
     def tenant(self, name: str) -> dict[str, Any]:
         """Return one tenant. Raises NotFound."""
         for config in self._in_force():
-            if config.name == name:
+            if name_of(config.name) == name:
                 return self._tenant(config)
         raise NotFound(f"There is no tenant {name[:64]!r}; GET /v1/admin/tenants lists them.", param="tenant")
 
@@ -93,7 +96,7 @@ class TenantAdmin:
             self._key(config.name, key, declared=key.sha256 in declared)
             for config in self._in_force()
             for key in config.key_sha256
-            if tenant in (None, config.name)
+            if tenant in (None, name_of(config.name))
         ]
         if tenant is not None:
             self.tenant(tenant)
@@ -123,7 +126,10 @@ class TenantAdmin:
         name = fields.pop("name", None)
         if not isinstance(name, str):
             raise InvalidRequest("name is missing; it must be the new tenant's name.", param="name")
-        await self._change(operator, lambda edit: edit.add_tenant(name, fields))
+        restore = fields.pop("restore", False)
+        if not isinstance(restore, bool):
+            raise InvalidRequest("restore must be true or false.", param="restore")
+        await self._change(operator, lambda edit: edit.add_tenant(name, fields, restore=restore))
         return self.tenant(name)
 
     async def set_tenant(self, operator: str, name: str, raw: bytes) -> dict[str, Any]:
@@ -193,10 +199,12 @@ class TenantAdmin:
         return self.registry.tenants
 
     def _tenant(self, config: TenantConfig) -> dict[str, Any]:
-        stored = self.registry.document.tenants.get(config.name)
-        declared = config.name in self.registry.declared.by_name
+        name = name_of(config.name)
+        stored = self.registry.document.tenants.get(name)
+        declared = name in self.registry.declared.by_name
         return {
-            "name": config.name,
+            "name": name,
+            "id": config.name,
             "object": "tenant",
             "source": "settings" if declared else "database",
             "created_at": shown_time(stored.created_s) if stored is not None and not declared else None,
@@ -211,7 +219,7 @@ class TenantAdmin:
         return {
             "id": key_id(key.sha256),
             "object": "api_key",
-            "tenant": tenant,
+            "tenant": name_of(tenant),
             "label": stored.label,
             "source": "settings" if declared else "database",
             "state": "disabled" if key.revoked else "expired" if ended else "active",

@@ -17,7 +17,7 @@ from serve_app.errors import unread
 LOCK = "prompts.lock"
 COPIES = ".locked"
 
-_WORD = re.compile(PROMPT_WORD)
+_WORD, _TENANT = re.compile(PROMPT_WORD), re.compile(rf"{PROMPT_WORD}(~\d+)?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _HEADER = "# Written by `warmpath prompts add`. A version never changes; its file is checked against this.\n"
 
@@ -102,8 +102,8 @@ class PromptDirectory:
         name, separator, version = ref.partition("@")
         if not separator or not _WORD.fullmatch(name) or not _WORD.fullmatch(version):
             raise PromptError("a prompt is NAME@VERSION, each of 1 to 64 letters, digits and _ . -")
-        if tenant is not None and not _WORD.fullmatch(tenant):
-            raise PromptError("a tenant's name has 1 to 64 letters, digits and _ . -")
+        if tenant is not None and not _TENANT.fullmatch(tenant):
+            raise PromptError("a tenant's name has 1 to 64 letters, digits and _ . -, and perhaps ~ and a number")
         self._path.mkdir(parents=True, exist_ok=True)
         locks = self.locks()
         sibling = next((lock for lock in locks if lock.name == name), None)
@@ -207,8 +207,8 @@ def _locks_of(entries: Mapping[str, Any]) -> Iterable[Prompt]:
     for name, entry in entries.items():
         tenant = entry.get("tenant")
         for version, digest in entry["versions"].items():
-            words = (name, version) if tenant is None else (name, version, tenant)
-            if not all(isinstance(word, str) and _WORD.fullmatch(word) for word in words):
+            valid = all(isinstance(word, str) and _WORD.fullmatch(word) for word in (name, version))
+            if not valid or not (tenant is None or (isinstance(tenant, str) and _TENANT.fullmatch(tenant))):
                 raise ValueError(f"{name!r} {version!r} has an invalid name")
             if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
                 raise ValueError(f"the digest of {name}@{version} is invalid")

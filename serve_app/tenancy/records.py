@@ -16,6 +16,8 @@ from pydantic import ValidationError
 from serve_app.config.sentences import ended, sentence
 from serve_app.config.tenants import ApiKeyConfig, TenantConfig
 from serve_app.errors import Conflict, InvalidRequest, NotFound
+from serve_app.tenancy.lives import Lives
+from serve_app.tenants import life_name
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +38,16 @@ NOT_APART = (
 
 
 class StoredTenant(msgspec.Struct, omit_defaults=True):
-    """``fields``: those that were set, as JSON. ``added``: it exists by itself, else it only changes a declared one."""
+    """``fields``: those that were set, as JSON. ``added``: it exists by itself, else it only changes a declared one.
+
+    ``life``: the number of its life, 0: a release that knows none wrote this.
+    """
 
     name: str
     added: bool = False
     created_s: float = 0.0
     fields: dict[str, Any] = msgspec.field(default_factory=dict)
+    life: int = 0
 
 
 class StoredKey(msgspec.Struct, omit_defaults=True):
@@ -103,8 +109,27 @@ def key_id(sha256: str) -> str:
     return f"key_{sha256[:16]}"
 
 
-def merged(declared: Declared, document: Tenancy) -> list[TenantConfig]:
-    """Return the tenants in force with their keys, which may be none.
+def life_of(name: str, document: Tenancy, lives: Lives) -> int:
+    """Return the number of the life of a tenant in force."""
+    stored = document.tenants.get(name)
+    if stored is None or not stored.added:
+        return lives.number(name)
+    return stored.life or lives.number(name, stored.created_s)
+
+
+def note_lives(declared: Declared, document: Tenancy, lives: Lives) -> None:
+    """Write the lives of the tenants in force into ``lives``, and into the tenants that operators added."""
+    for name in declared.by_name.keys() | document.tenants.keys():
+        stored = document.tenants.get(name)
+        if stored is not None and stored.added:
+            stored.life = life_of(name, document, lives)
+            lives.keep(name, stored.life, stored.created_s)
+        elif name in declared.by_name:
+            lives.keep(name, lives.number(name), None)
+
+
+def merged(declared: Declared, document: Tenancy, lives: Lives) -> list[TenantConfig]:
+    """Return the tenants in force by the names of their lives, with their keys, which may be none.
 
     A declared key is its declared tenant's. A key ends with the first of its ends, and is revoked if either says so.
     """
@@ -117,15 +142,19 @@ def merged(declared: Declared, document: Tenancy) -> list[TenantConfig]:
                 ApiKeyConfig(sha256=key.sha256, expires=_moment(key.expires_s), revoked=key.disabled)
             )
     found = []
+
+    def life(name: str) -> str:
+        return life_name(name, life_of(name, document, lives))
+
     for tenant in declared.tenants:
         stored = document.tenants.get(tenant.name)
         fields = {} if stored is None else {n: v for n, v in stored.fields.items() if n not in FIXED}
         keys = [_ended(key, document.keys.get(key.sha256)) for key in tenant.key_sha256]
-        found.append(_with(tenant, fields, [*keys, *more.get(tenant.name, ())]))
+        found.append(_with(tenant, life(tenant.name), fields, [*keys, *more.get(tenant.name, ())]))
     for stored in document.tenants.values():
         if stored.added and stored.name not in names:
             base = TenantConfig(name=stored.name, key_sha256=[ApiKeyConfig(sha256=_ANY_KEY, revoked=True)])
-            found.append(_with(base, stored.fields, more.get(stored.name, [])))
+            found.append(_with(base, life(stored.name), stored.fields, more.get(stored.name, [])))
     return found
 
 
@@ -136,14 +165,14 @@ def _ended(key: ApiKeyConfig, stored: StoredKey | None) -> ApiKeyConfig:
     return ApiKeyConfig(sha256=key.sha256, expires=min(ends, default=None), revoked=key.revoked or stored.disabled)
 
 
-def _with(base: TenantConfig, fields: Mapping[str, Any], keys: list[ApiKeyConfig]) -> TenantConfig:
-    """Return a tenant with other fields; a tenant without keys is valid here. An unreadable one is disabled."""
+def _with(base: TenantConfig, life: str, fields: Mapping[str, Any], keys: list[ApiKeyConfig]) -> TenantConfig:
+    """Return a tenant with its ``life`` as name, and other fields. An unreadable one is disabled."""
     try:
         values = _checked(base.name, {name: value for name, value in fields.items() if name in FIELDS})
     except InvalidRequest:
         logger.exception("the tenant %s is disabled: what the database says of it cannot be used here", base.name)
         values = {"disabled": True}
-    return base.model_copy(update={**values, "key_sha256": keys})
+    return base.model_copy(update={**values, "name": life, "key_sha256": keys})
 
 
 def _checked(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,23 +188,28 @@ def _checked(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Edit:
-    """One operator's change of a ``document``, which it mutates. Raises InvalidRequest, Conflict and NotFound."""
+    """One operator's change of a ``document`` and of ``lives``, which it mutates.
+
+    Its methods raise InvalidRequest, Conflict and NotFound.
+    """
 
     document: Tenancy
+    lives: Lives
     declared: Declared
     operator: str
     now_s: float
     changes: list[TenancyChange] = field(default_factory=list)
 
-    def add_tenant(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Add a tenant without keys."""
+    def add_tenant(self, name: str, fields: Mapping[str, Any], *, restore: bool = False) -> None:
+        """Add a tenant without keys. ``restore``: it has what the last one of its name left, else nothing of it."""
         _checked(name, {})
         if not self.declared.apart:
             raise Conflict(f"No tenant can be added: {NOT_APART}")
         if name in self.declared.by_name or self._added(name):
             raise Conflict(f"There is a tenant {name!r} already; change that one.", param="name")
         self._require_room(name)
-        self.document.tenants[name] = StoredTenant(name, True, self.now_s)
+        life = self.lives.begin(name, self.now_s, again=restore)
+        self.document.tenants[name] = StoredTenant(name, True, self.now_s, life=life)
         self._drop_keys(name)  # those of a tenant of this name that was declared once
         self._set(name, fields, "tenant.created")
 
@@ -199,6 +233,7 @@ class Edit:
         self._require(name)
         if name not in self.declared.by_name:
             raise Conflict(f"The tenant {name!r} is not in the settings, so there is nothing to go back to.")
+        self.lives.keep(name, life_of(name, self.document, self.lives), None)
         before = self.document.tenants.pop(name, StoredTenant(name)).fields
         self._note("tenant.reset", name, changes={one: [value, None] for one, value in before.items()})
 
@@ -208,6 +243,7 @@ class Edit:
         if name in self.declared.by_name:
             raise Conflict(f"The tenant {name!r} is in the settings; remove it there, or set `disabled` to true here.")
         del self.document.tenants[name]
+        self.lives.end(name)
         self._drop_keys(name)
         self._note("tenant.removed", name)
 

@@ -1,7 +1,8 @@
 """Tenants and keys in the database of responses: read by every ingress twice a second, changed by operators.
 
-One row has all of them, so that a change is whole; a small one beside it tells that it is newer. The log of changes has
-a row for each. An ingress that cannot read keeps what it knows, and one that never could refuses all clients.
+One row has all of them, so that a change is whole; a small one beside it tells that it is newer. The lives of names
+have a row that an earlier release leaves alone, the log of changes has a row for each. An ingress that cannot read
+keeps what it knows, and one that never could refuses all clients.
 """
 
 import asyncio
@@ -20,7 +21,8 @@ from router.background import run_in_background
 from serve_app.config.app import AppConfig
 from serve_app.errors import NotFound, Overloaded, WarmpathError
 from serve_app.stored import StoredObjects
-from serve_app.tenancy.records import NOT_APART, Declared, Edit, Tenancy, TenancyChange, merged
+from serve_app.tenancy.lives import Lives
+from serve_app.tenancy.records import NOT_APART, Declared, Edit, Tenancy, TenancyChange, merged, note_lives
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +37,18 @@ KEPT = timedelta(days=400)
 """The life of an entry of the log."""
 _FOREVER_S = 100 * 365 * 86_400.0
 _TENANT, _KIND, _LOG = "", "tenancy", "tenancy log"
+_DOCUMENT, _LIVES = (_TENANT, _KIND, "document"), (_TENANT, _KIND, "lives")
+_WHOLE_LOG = 1_000_000
 _UNREAD = "The tenants of this server cannot be read yet: its database does not answer. Send the request again later."
 _LOST = (
     "This server has had tenants, and finds none now, so it refuses everybody. Its operator restores the database or "
     "the settings, adds a tenant, or opens it to all with `require_tenants: false`."
 )
 _REQUIRED = "This server has no tenants yet, and requires them; its operator adds one."
+
+
+def _nothing(document: Tenancy, lives: Lives) -> None:
+    """Change nothing."""
 
 
 class TenantRegistry:
@@ -52,6 +60,7 @@ class TenantRegistry:
     def __init__(self, objects: StoredObjects | None, config: AppConfig) -> None:
         self._objects = objects
         self._document = Tenancy() if objects is None else None
+        self._lives = Lives()
         self._version: bytes | None = None
         self.looks = 0
         self._one_at_a_time = asyncio.Lock()
@@ -65,11 +74,14 @@ class TenantRegistry:
         self._required = config.require_tenants
         apart = bool(config.tenants or config.require_tenants) or not self._external
         self.declared = Declared(config.tenants, config.operator_key_sha256, bool(config.prices), apart)
-        self._use(self._document)
+        self._use(self._document, self._lives)
 
-    def _use(self, document: Tenancy | None) -> None:
-        self._document = document
-        self.tenants = merged(self.declared, document or Tenancy())
+    def _use(self, document: Tenancy | None, lives: Lives) -> None:
+        self._document, self._lives = document, lives
+        noted = Lives(dict(lives.names), lives.first)
+        note_lives(self.declared, document or Tenancy(), noted)
+        self._noted = noted == lives
+        self.tenants = merged(self.declared, document or Tenancy(), lives)
         """The tenants in force."""
 
     def in_force(self, config: AppConfig) -> AppConfig:
@@ -125,26 +137,29 @@ class TenantRegistry:
         self.looks += 1
         if version == self._version and not whole:
             return False
-        before, data = self._document, await objects.get(_TENANT, _KIND, "document")
+        before, known = self._document, self._lives
+        data, raw = await objects.get(*_DOCUMENT), await objects.get(*_LIVES)  # a change writes them in the other order
         self._version = version
-        if data is not None:
-            self._use(msgspec.json.decode(data, type=Tenancy))
-        elif before is None:
-            self._use(Tenancy())
-        elif before.had_tenants:
+        if data is None and before is not None and before.had_tenants:
             logger.error("the database has lost its tenants and keys: those known here stay in force, until the end")
-        return self._document != before
+        document = (before or Tenancy()) if data is None else msgspec.json.decode(data, type=Tenancy)
+        self._use(document, known if raw is None else msgspec.json.decode(raw, type=Lives))
+        return (self._document, self._lives) != (before, known)
 
     def start(self, changed: Callable[[], None]) -> None:
         """Look regularly from now on, and tell of changes."""
         self._watching = run_in_background(partial(self._watch, changed))
 
     async def _watch(self, changed: Callable[[], None]) -> None:
-        failed = False
+        failed, told = False, (self._document, self._lives)
         while True:
             try:
-                if await self.look():
+                await self.look()
+                await self.note_lives()
+                now = self._document, self._lives
+                if now != told:  # by a look, or by a change made here
                     changed()
+                told = now
                 failed = False
             except Exception:
                 if not failed:
@@ -155,13 +170,20 @@ class TenantRegistry:
     async def remember(self) -> None:
         """Note in the database that the deployment has tenants, so that without them it refuses everybody."""
         if self._objects is not None and not self.document.had_tenants:
-            await self._commit(lambda document: None)
+            await self._commit(_nothing)
+
+    async def note_lives(self) -> None:
+        """Note the tenants in force in the database, so that no other tenant of such a name has what they leave."""
+        if self._objects is not None and self._document is not None and not self._noted:
+            await self._commit(_nothing, lives_alone=True)
 
     async def change(self, operator: str, change: Callable[[Edit], T]) -> T:
         """Apply an operator's change, and log it in the same write. Raises the errors of ``Edit`` and the database."""
 
-        def work(document: Tenancy) -> T:
-            edit = Edit(document, self.declared, operator, self.objects.now_s())
+        now_s = self.objects.now_s()
+
+        def work(document: Tenancy, lives: Lives) -> T:
+            edit = Edit(document, lives, self.declared, operator, now_s)
             result = change(edit)
             for number, one in enumerate(edit.changes):  # of one moment, so the ids tell their order
                 one.id = f"change_{number:02}{secrets.token_hex(12)}"
@@ -170,34 +192,55 @@ class TenantRegistry:
 
         return await self._commit(work)
 
-    async def _commit(self, work: Callable[[Tenancy], T]) -> T:
-        """Replace the document by what ``work`` makes of it, and tell of it. Others' changes in between are kept."""
-        async with self._one_at_a_time:
-            return await self._committed(work)
+    async def _commit(self, work: Callable[[Tenancy, Lives], T], *, lives_alone: bool = False) -> T:
+        """Replace the document and the lives by what ``work`` makes of them, and tell of it.
 
-    async def _committed(self, work: Callable[[Tenancy], T]) -> T:
-        place = _TENANT, _KIND, "document"
+        Others' changes in between are kept. ``lives_alone``: the document stays as it is.
+        """
+        async with self._one_at_a_time:
+            return await self._committed(work, lives_alone)
+
+    async def _committed(self, work: Callable[[Tenancy, Lives], T], lives_alone: bool) -> T:
         if self._document is None:
             await self._look(self.objects)
         for _ in range(ATTEMPTS):
-            data = await self.objects.get(*place)
+            data, raw = await self.objects.get(*_DOCUMENT), await self.objects.get(*_LIVES)
             # If the database has lost it, what is known here is written again.
             document = msgspec.json.decode(msgspec.json.encode(self.document) if data is None else data, type=Tenancy)
-            for entry in document.log:  # of the change before: `work` replaces them
-                await self._keep(entry)
-            result = work(document)
-            document.had_tenants = True
-            new = msgspec.json.encode(document)
-            if data is None:
-                done = await self.objects.insert(*place, new, self.objects.now_s() + _FOREVER_S)
-            else:
-                done = await self.objects.change(*place, lambda now, old=data, new=new: new if now == old else None)  # type: ignore[misc]
+            lives = msgspec.json.decode(msgspec.json.encode(self._lives) if raw is None else raw, type=Lives)
+            if raw is None and data is not None:
+                await self._recall(document, lives)
+            note_lives(self.declared, document, lives)
+            if not lives_alone:
+                for entry in document.log:  # of the change before: `work` replaces them
+                    await self._keep(entry)
+                document.had_tenants = True
+            result = work(document, lives)
+            lives.bound(document.tenants.keys() | self.declared.by_name.keys())
+            # The lives first: what the document has of a new tenant is not in force before they are known.
+            done = await self._replace(_LIVES, raw, msgspec.json.encode(lives))
+            if done and not lives_alone:
+                done = await self._replace(_DOCUMENT, data, msgspec.json.encode(document))
             if done:
-                self._use(document)
+                self._use(document, lives)
                 with suppress(WarmpathError):  # it is in force: others read all of it regularly
                     await self._tell()
                 return result
         raise Overloaded("Others change tenants and keys at once; send the request again.", retry_after_s=1)
+
+    async def _recall(self, document: Tenancy, lives: Lives) -> None:
+        """An earlier release wrote no lives: what it removed has ended all the same."""
+        removed = {entry.tenant for entry in await self.log(_WHOLE_LOG) if entry.action == "tenant.removed"}
+        for name in sorted(removed - lives.names.keys() - document.tenants.keys() - self.declared.by_name.keys()):
+            lives.end(name)
+
+    async def _replace(self, place: tuple[str, str, str], old: bytes | None, new: bytes) -> bool:
+        """Write a row if it is still as it was read; return whether it is written."""
+        if old == new:
+            return True
+        if old is None:
+            return await self.objects.insert(*place, new, self.objects.now_s() + _FOREVER_S)
+        return await self.objects.change(*place, lambda now: new if now == old else None)
 
     async def _tell(self) -> None:
         version = secrets.token_bytes(8)

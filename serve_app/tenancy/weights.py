@@ -11,6 +11,7 @@ from typing import NoReturn
 from serve_app.errors import Overloaded
 from serve_app.notices import post, read
 from serve_app.tenancy.registry import TenantRegistry
+from serve_app.tenants import name_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +28,13 @@ def stored_weights(registry: TenantRegistry) -> dict[str, float] | None:
         stored = registry.document.tenants
     except Overloaded:
         return None
-    return {
-        one.name: one.cache_share
-        for one in registry.tenants
-        if one.name in stored and (stored[one.name].added or "cache_share" in stored[one.name].fields)
-    }
+
+    def differs(life: str) -> bool:
+        name = name_of(life)
+        found = stored.get(name)
+        return name != life or (found is not None and (found.added or "cache_share" in found.fields))
+
+    return {one.name: one.cache_share for one in registry.tenants if differs(one.name)}
 
 
 async def post_weights(board: str, registry: TenantRegistry) -> NoReturn:

@@ -26,7 +26,7 @@ Fields = Annotated[
     ),
 ]
 _PATH = "/v1/admin/tenants"
-_SHOWN = ("object", "name", "source", "overrides", "created_at", "keys")
+_SHOWN = ("object", "name", "id", "source", "overrides", "created_at", "keys")
 _USUAL = {"disabled": False, "store_kv": True, "cache_share": 1.0}
 """Values that need no words."""
 
@@ -88,7 +88,8 @@ def _show(tenant: dict[str, Any]) -> None:
     told = [f"{name}={_as_yaml(value)}" for name, value in tenant.items() if name not in _SHOWN and _tells(name, value)]
     changed = f"  (changed: {', '.join(tenant['overrides'])})" if tenant["overrides"] else ""
     keys = f"{len(tenant['keys'])} key{'s' if len(tenant['keys']) != 1 else ''}"
-    print(f"{tenant['name']}  {tenant['source']}  {keys}  {'  '.join(told)}".rstrip() + changed)
+    name = tenant["name"] if tenant["id"] == tenant["name"] else f"{tenant['name']} ({tenant['id']})"
+    print(f"{name}  {tenant['source']}  {keys}  {'  '.join(told)}".rstrip() + changed)
 
 
 def _as_yaml(value: Any) -> str:

@@ -396,8 +396,8 @@ LABELS = {
     "ingress": "an ingress' replica id",
     "replica": "a replica's id; its series end when the replica leaves",
     "engine": "`torch`, `vllm`, `simulated` or `remote`",
-    "tenant": "a configured name; `default` if none are configured; `none` without a valid key; `(public)`: blocks "
-    "of registered public prompts; `other`: a replica's tenants beyond 100",
+    "tenant": "a configured name, `NAME~2` if it was another tenant's before; `default` if none are configured; `none` "
+    "without a valid key; `(public)`: blocks of registered public prompts; `other`: a replica's tenants beyond 100",
     "version": "a release of warmpath",
     "endpoint": "the route's name: `chat`, `completions`, `models`, `metrics`, ...",
     "status": "an HTTP status; 499: the client left",

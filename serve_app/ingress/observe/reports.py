@@ -30,7 +30,7 @@ from serve_app.ingress.observe.answer_meter import AnswerMeter
 from serve_app.live.replicas import lacking
 from serve_app.live.tally import Total
 from serve_app.replica.session_gate import MOST_TOLD
-from serve_app.tenants import Tenant, Tenants
+from serve_app.tenants import Tenant, Tenants, name_of
 from serve_app.tokenization.segments import SegmentCacheStats
 
 _STATES = {"used": "in_use", "cached": "cached", "free": "free"}
@@ -113,7 +113,7 @@ async def explanation(
     """Return the document for a body; each prompt is explained alone. Raises the errors of the request itself."""
     asked = ExplainBody.parse(body)
     policies = _policies(asked.policy, core.settings.policy)
-    tenant = _tenant(asked.tenant, tenants.by_name)
+    tenant = _tenant(asked.tenant, tenants)
     parsers = [parse for field, parse in _PARSERS.items() if getattr(asked, field) is not None]
     if len(parsers) != 1:
         raise InvalidRequest(
@@ -153,8 +153,9 @@ def names_in(body: bytes, tenants: Tenants) -> tuple[str | None, Tenant | None]:
         named = msgspec.json.decode(body, type=_Named)
     except msgspec.DecodeError:
         return None, None
-    by_name = tenants.by_name
-    return named.model, next(iter(by_name.values())) if len(by_name) == 1 else by_name.get(named.tenant or "")
+    known = tenants.by_name
+    only = next(iter(known.values())) if len(known) == 1 else None
+    return named.model, only or known.get(tenants.named(named.tenant or ""))
 
 
 def _policies(chosen: str | None, acting: str) -> list[str]:
@@ -166,13 +167,15 @@ def _policies(chosen: str | None, acting: str) -> list[str]:
     return [chosen]
 
 
-def _tenant(name: str | None, tenants: Mapping[str, Tenant]) -> Tenant:
-    if name is None and len(tenants) == 1:
-        return next(iter(tenants.values()))
-    if name is None or name not in tenants:
-        demand = f"the tenant of the request, one of {', '.join(tenants)[:1000]}"
+def _tenant(name: str | None, tenants: Tenants) -> Tenant:
+    known = tenants.by_name
+    if name is None and len(known) == 1:
+        return next(iter(known.values()))
+    found = None if name is None else known.get(tenants.named(name))
+    if found is None:
+        demand = f"the tenant of the request, one of {', '.join(map(name_of, known))[:1000]}"
         raise InvalidRequest(f"tenant must be {demand}.", param="tenant")
-    return tenants[name]
+    return found
 
 
 TIMEOUT_S = 5.0

@@ -8,7 +8,7 @@ from serve_app.errors import PermissionDenied
 from serve_app.ingress.http import credentials, json_response
 from serve_app.ingress.routes.handler import Front, guarded, takes
 from serve_app.ingress.services import Services
-from serve_app.ingress.tenant_admin import KeyBody, KeyChange, RotateBody, TenantAdmin, TenantBody
+from serve_app.ingress.tenant_admin import KeyBody, KeyChange, NewTenantBody, RotateBody, TenantAdmin, TenantBody
 
 router = APIRouter(tags=["tenants and keys"])
 
@@ -29,7 +29,7 @@ async def tenants(request: Request, services: Front) -> Response:
     return json_response({"object": "list", "data": desk.tenants()})
 
 
-@router.post("/v1/admin/tenants", **takes(TenantBody))
+@router.post("/v1/admin/tenants", **takes(NewTenantBody))
 @guarded("admin_tenants", operator=True)
 async def add_tenant(request: Request, services: Front) -> Response:
     """Add a tenant, with the fields of one in the settings. It has no key yet.

@@ -183,7 +183,8 @@ async def cache_state(request: Request, services: Front) -> Response:
 async def sessions(request: Request, services: Front) -> Response:
     """The most recently used sessions of all replicas; a tenant sees its own, and operators those of `?tenant=`."""
     if services.access.guard.sees_all(request):
-        asked = await services.fleet.sessions.of(request.query_params.get("tenant"))
+        tenant = request.query_params.get("tenant")
+        asked = await services.fleet.sessions.of(None if tenant is None else services.access.tenants.named(tenant))
         return json_response({**asked, "viewer": "operator"})
     tenant = services.access.guard.tenant(request).name
     return json_response(await services.fleet.sessions.of(tenant))

@@ -44,7 +44,7 @@ async def requests(request: Request, services: Front, tenant: str) -> Response:
     """A tenant's latest 64 requests, newest first: a `decision` of each first token, and a `refusal` by a limit, as in
     `/v1/cache/events`. A tenant asks for itself alone.
     """
-    operator = services.access.guard.sees_all(request)
+    operator, tenant = services.access.guard.sees_all(request), services.access.tenants.named(tenant)
     if not operator and services.access.guard.tenant(request).name != tenant:
         raise PermissionDenied("A tenant's key opens its own requests alone.")
     data = await services.tenant_requests(tenant, operator=operator)

@@ -229,3 +229,48 @@ def test_an_open_server_closes_with_its_first_tenant_and_never_opens_again(check
         assert await desk.chat(make_api_key()[0]) == 401
 
     running(checkpoint, walk, tenants=[])
+
+
+def test_a_name_that_is_given_again_opens_nothing_of_before(checkpoint: Checkpoint) -> None:
+    """Neither responses nor usage nor the cache nor requests; `restore` takes all of them over."""
+
+    async def walk(desk: Desk) -> None:
+        async def begin(**more: Any) -> tuple[Any, str]:
+            made = await desk.post("tenants", name="initech", budget={"tokens": 10**6}, **more)
+            assert made["name"] == "initech" and (await desk.get("tenants/initech"))["id"] == made["id"]
+            key = await desk.post("keys", tenant="initech")
+            assert key["tenant"] == "initech" and await desk.key_id("initech") == key["id"]
+            return made["id"], str(key["key"])
+
+        async def ask(path: str, body: Any = None, key: str = OPERATOR) -> Any:
+            return (await desk.ask("GET" if body is None else "POST", path, body, key)).json()
+
+        async def told(key: str) -> tuple[int, int, int]:
+            usage, rows = await ask("/v1/usage", key=key), await ask("/v1/tenants/initech/requests", key=key)
+            return usage["total"]["requests"], usage["budgets"][0]["used"], len(rows["data"])
+
+        async def end() -> None:
+            assert (await desk.ask("DELETE", "/v1/admin/tenants/initech")).status_code == 200
+
+        asked = {"input": "Who are you?", "model": "m0", "max_output_tokens": 16}
+        name, key = await begin()
+        first = await ask("/v1/responses", asked, key)
+        assert name == "initech" and (await ask(f"/v1/responses/{first['id']}", key=key))["id"] == first["id"]
+        before, generations = await told(key), desk.several.scripts["m0"].asked
+        desk.several.models.first.records.journal.add("initech", {"type": "decision", "at_s": 1.0})
+        await end()
+        name, key = await begin()
+        assert name == "initech~2"
+        assert (await desk.ask("GET", f"/v1/responses/{first['id']}", key=key)).status_code == 404
+        go_on = await desk.ask("POST", "/v1/responses", asked | {"previous_response_id": first["id"]}, key)
+        assert go_on.status_code == 400 and await told(key) == (0, 0, 0)
+        second = await ask("/v1/responses", asked, key)
+        assert generations[0].root != generations[1].root and (await told(key))[:2] == before[:2]
+        explained = await ask("/v1/cache/explain", asked | {"tenant": "initech"})
+        assert explained["tenant"] == "initech~2"
+        await end()
+        name, key = await begin(restore=True)
+        assert name == "initech~2" and (await ask(f"/v1/responses/{second['id']}", key=key))["id"] == second["id"]
+        assert (await desk.ask("POST", "/v1/admin/tenants", {"name": "x", "restore": 1})).status_code == 400
+
+    running(checkpoint, walk)

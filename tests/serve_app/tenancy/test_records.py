@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import AuthenticationFailed, Conflict, WarmpathError
 from serve_app.tenancy import records
-from serve_app.tenancy.records import Declared, Edit, StoredTenant, Tenancy, key_id, merged
-from serve_app.tenants import Tenants
+from serve_app.tenancy.lives import Lives
+from serve_app.tenancy.records import Declared, Edit, StoredTenant, Tenancy, key_id, merged, note_lives
+from serve_app.tenants import Tenants, name_of
 
 NAMES, KEYS = ("acme", "globex", "zeta"), ("k0", "k1", "k2", "k3")
 NOW_S = 1_000_000.0
@@ -70,6 +71,23 @@ class Oracle:
     added: set[str] = field(default_factory=set)
     limits: dict[str, int | None] = field(default_factory=dict)
     keys: dict[str, Made] = field(default_factory=dict)
+    tenants: list[str] = field(default_factory=list)
+    """The names of all tenants that there ever were, in their order."""
+    last: dict[str, int] = field(default_factory=dict)
+    """The place of the last tenant of each name, while there is one."""
+
+    def see(self, settings: Settings) -> None:
+        """A name that has no tenant gets one by the settings."""
+        for name in settings.limits.keys() - self.last.keys():
+            self.begin(name)
+
+    def begin(self, name: str) -> None:
+        self.last[name] = len(self.tenants)
+        self.tenants.append(name)
+
+    def life(self, name: str) -> str:
+        number = self.tenants[: self.last[name] + 1].count(name)
+        return name if number == 1 else f"{name}~{number}"
 
     def there(self, settings: Settings) -> set[str]:
         return set(settings.limits) | self.added
@@ -96,6 +114,7 @@ class Oracle:
             case "add":
                 if there:
                     return False
+                self.begin(name)
                 self.added.add(name)
                 self.limits[name] = value
                 self.keys = {one: made for one, made in self.keys.items() if made.tenant != name}
@@ -111,6 +130,7 @@ class Oracle:
             case "remove":
                 if name in settings.limits or not there:
                     return False
+                del self.last[name]
                 self.added.remove(name)
                 self.limits.pop(name, None)
                 self.keys = {one: made for one, made in self.keys.items() if made.tenant != name}
@@ -126,6 +146,13 @@ class Oracle:
                     made.end = None if value is None else NOW_S + value
                 else:
                     made.off = action == "off"
+            case "rotate":
+                if not self.knows(settings, key):
+                    return False
+                told, made = settings.keys.get(key), self.keys.setdefault(key, Made())
+                until_s = NOW_S + (value or 0)
+                made.end = until_s if made.end is None else min(made.end, until_s)
+                self.keys[f"{key}+"] = Made(told.tenant if told is not None else made.tenant)
             case "delete":
                 if key in settings.keys or not self.knows(settings, key):
                     return False
@@ -150,6 +177,8 @@ def edited(edit: Edit, step: tuple[str, str, str, Any]) -> None:
             edit.change_key(key_id(digest(key)), {"expires_s": None if value is None else NOW_S + value})
         case "off" | "on":
             edit.change_key(key_id(digest(key)), {"disabled": action == "off"})
+        case "rotate":
+            edit.rotate_key(key_id(digest(key)), digest(f"{key}+"), None, NOW_S + (value or 0))
         case "delete":
             edit.remove_key(key_id(digest(key)))
 
@@ -168,7 +197,7 @@ def settings_of(draw: st.DrawFn) -> Settings:
 
 
 STEPS = st.tuples(
-    st.sampled_from(("add", "set", "reset", "remove", "make", "end", "off", "on", "delete")),
+    st.sampled_from(("add", "set", "reset", "remove", "make", "end", "off", "on", "rotate", "delete", "settings")),
     st.sampled_from(NAMES),
     st.sampled_from(KEYS),
     st.none() | st.integers(1, 9),
@@ -177,38 +206,80 @@ STEPS = st.tuples(
 
 @given(settings_of(), settings_of(), st.lists(STEPS, max_size=25))
 def test_settings_and_database_join_as_their_history_says(before: Settings, after: Settings, steps: Any) -> None:
-    """Steps of operators, then other settings: who gets in by each key at each time, and each tenant's limit."""
-    oracle, document, entries = Oracle(), Tenancy(), 0
-    for number, step in enumerate(steps):
-        settings = before if number < len(steps) * 2 // 3 else after
-        if step[0] == "make" and oracle.knows(settings, step[2]):
+    """Steps of operators among changes of settings: who gets in by each key at each time, and each tenant's limit."""
+    oracle, document, lives = Oracle(), Tenancy(), Lives()
+    settings = before
+    for step in steps:
+        if step[0] == "settings":
+            settings = after if settings is before else before
+            continue
+        if (step[0] == "make" and oracle.knows(settings, step[2])) or (
+            step[0] == "rotate" and oracle.knows(settings, f"{step[2]}+")
+        ):
             continue  # no key is made twice
-        edit = Edit(msgspec.convert(msgspec.to_builtins(document), Tenancy), settings.declared(), "o", NOW_S)
+        oracle.see(settings)
+        note_lives(settings.declared(), document, lives)
+        edit = Edit(
+            *msgspec.convert(msgspec.to_builtins((document, lives)), tuple[Tenancy, Lives]),
+            settings.declared(),
+            "o",
+            NOW_S,
+        )
         allowed = oracle.apply(settings, step)
         try:
             edited(edit, step)
             assert allowed, step
-            document, entries = edit.document, entries + 1
-            assert len(edit.changes) == 1
+            document, lives = edit.document, edit.lives
+            assert len(edit.changes) == (2 if step[0] == "rotate" else 1)
         except WarmpathError:
             assert not allowed, step
     for settings in (before, after):
-        configs = merged(settings.declared(), document)
+        oracle.see(settings)
+        configs = merged(settings.declared(), document, lives)
+        note_lives(settings.declared(), document, lives)
+        assert configs == merged(settings.declared(), document, lives)
         assert {one.name: one.concurrent_requests for one in configs} == {
-            name: oracle.limit(settings, name) for name in oracle.there(settings)
+            oracle.life(name): oracle.limit(settings, name) for name in oracle.there(settings)
         }
         for now_s in (NOW_S, NOW_S + 4.5, NOW_S + 5, NOW_S + 100):
             tenants = Tenants(configs, b"s" * 32, now_s=lambda now_s=now_s: now_s)  # type: ignore[misc]
-            for key in KEYS if configs else ():
+            for key in (*KEYS, *(f"{key}+" for key in KEYS)) if configs else ():
                 try:
-                    found: str | None = tenants.authenticate(f"Bearer {key}").name
+                    found: str | None = name_of(tenants.authenticate(f"Bearer {key}").name)
                 except AuthenticationFailed:
                     found = None
                 assert found == oracle.who(settings, key, now_s), (key, now_s)
 
 
+def test_a_rotation_never_lengthens_a_key_and_its_successor_is_of_the_same_tenant() -> None:
+    """Whoever ends a key first decides: the settings, an operator before, or the rotation."""
+    for ends in ((5.0, 9.0), (9.0, 5.0), (None, 9.0), (9.0, None), (None, None)):
+        told, before = ends
+        keys = [{"sha256": digest("k0"), "expires": None if told is None else at(NOW_S + told)}]
+        acme = TenantConfig.model_validate({"name": "acme", "key_sha256": keys})
+        edit = edit_of(Tenancy(), acme)
+        if before is not None:
+            edit.change_key(key_id(digest("k0")), {"expires_s": NOW_S + before})
+        edit.rotate_key(key_id(digest("k0")), digest("k1"), None, NOW_S + 7)
+        (tenant,) = merged(edit.declared, edit.document, edit.lives)
+        found = {key.sha256: key.expires for key in tenant.key_sha256}
+        first = min(end for end in (told, before, 7.0) if end is not None)
+        assert found == {digest("k0"): at(NOW_S + first), digest("k1"): None}, ends
+
+
+def test_keys_of_a_tenant_that_the_settings_had_open_none_that_is_added_later() -> None:
+    acme = TenantConfig.model_validate({"name": "acme", "key_sha256": [digest("declared")]})
+    edit = edit_of(Tenancy(), acme)
+    edit.add_key(digest("made"), "acme", "", None)
+    edit.declared = Declared()
+    edit.add_tenant("acme", {})
+    edit.add_key(digest("new"), "acme", "", None)
+    (tenant,) = merged(Declared(), edit.document, edit.lives)
+    assert [key.sha256 for key in tenant.key_sha256] == [digest("new")]
+
+
 def edit_of(document: Tenancy, *declared: TenantConfig) -> Edit:
-    return Edit(document, Declared(declared), "o", NOW_S)
+    return Edit(document, Lives(), Declared(declared), "o", NOW_S)
 
 
 def test_tenants_and_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +312,7 @@ def test_a_key_that_an_operator_or_a_declared_tenant_has_too_is_theirs() -> None
     for key in ("mine", "both", "operator"):
         edit.add_key(digest(key), "b", "", None)
     acme = TenantConfig.model_validate({"name": "acme", "key_sha256": [digest("both")]})
-    found = merged(Declared([acme], [digest("operator")]), document)
+    found = merged(Declared([acme], [digest("operator")]), document, Lives())
     assert {one.name: [key.sha256 for key in one.key_sha256] for one in found} == {
         "acme": [digest("both")],
         "b": [digest("mine")],
@@ -253,4 +324,8 @@ def test_what_a_newer_version_wrote_disables_its_tenant_and_no_other() -> None:
     document = Tenancy()
     for name, fields in (("b", {"new_limit": 3}), ("c", {"budget": {"seconds": 3}}), ("d", {})):
         document.tenants[name] = StoredTenant(name, True, fields=fields)
-    assert {one.name: one.disabled for one in merged(Declared(), document)} == {"b": False, "c": True, "d": False}
+    assert {one.name: one.disabled for one in merged(Declared(), document, Lives())} == {
+        "b": False,
+        "c": True,
+        "d": False,
+    }

@@ -8,14 +8,18 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from serve_app.config.app import AppConfig
 from serve_app.errors import AuthenticationFailed, Conflict, NotFound, Overloaded
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
 from serve_app.stored import StorageLimits, StoredObjects, open_database
+from serve_app.tenancy import registry
 from serve_app.tenancy.records import key_id
-from serve_app.tenancy.registry import KEPT, LOOK_S, TenantRegistry
+from serve_app.tenancy.registry import KEPT, LOOK_S, WHOLE_LOOKS, TenantRegistry
 from serve_app.tenants import Tenants
 from tests.serve_app.tenancy.test_records import digest
 
@@ -245,5 +249,70 @@ def test_without_a_database_nothing_can_change() -> None:
         assert one.who("acme") == "acme" and not await one.registry.look()
         with pytest.raises(NotFound, match="responses_file"):
             await one.registry.change("o", lambda edit: edit.add_tenant("b", {}))
+
+    asyncio.run(run())
+
+
+@given(st.lists(st.sampled_from(("change", "unheard", "look", "restart", "settings")), max_size=12))
+@hypothesis_settings(max_examples=20)
+def test_every_ingress_ends_with_what_the_last_change_left(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[str]
+) -> None:
+    """Also with changes whose writer died before it told of them, once all is read again; and each tells of it."""
+    file = tmp_path_factory.mktemp("registry") / "db"
+
+    async def run() -> None:
+        one, other = Ingress(file, settings("acme")), Ingress(file, settings("acme"))
+        await one.follow()
+        await other.follow()
+        names = {"acme"}
+        for number, step in enumerate(steps):
+            if step in ("change", "unheard"):
+                name = f"t{number}"
+                with pytest.MonkeyPatch.context() as patch:
+                    if step == "unheard":
+                        patch.setattr(one.registry, "_tell", AsyncMock(side_effect=Overloaded("killed")))
+                    await one.registry.change("o", lambda edit, name=name: edit.add_tenant(name, {}))  # type: ignore[misc]
+                names.add(name)
+            elif step == "look":
+                await other.follow()
+            elif step == "restart":
+                other = Ingress(file, settings("acme"))
+                await other.follow()
+                assert {each.name for each in other.registry.tenants} == names
+            else:
+                one, other = other, one
+                await one.follow()
+        changed = False
+        for _ in range(WHOLE_LOOKS):
+            before = {each.name for each in other.registry.tenants}
+            told = await other.registry.look()
+            assert told == ({each.name for each in other.registry.tenants} != before)
+            changed |= told
+        assert {each.name for each in other.registry.tenants} == names
+
+    asyncio.run(run())
+
+
+def test_the_watch_tells_of_what_a_change_made_here_brought_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change reads the others' in the same breath: they are in force here without another look that sees them."""
+    monkeypatch.setattr(registry, "LOOK_S", 0.001)
+
+    async def run() -> None:
+        here, there = (Ingress(tmp_path / "db", settings("acme")) for _ in range(2))
+        for one in (here, there):
+            await one.follow()
+            await one.registry.note_lives()
+        here.begin()
+        await there.registry.change("o", lambda edit: edit.add_tenant("b", {}))
+        await there.registry.change("o", lambda edit: edit.add_key(digest("b0"), "b", "", None))
+        await here.registry.change("o", lambda edit: edit.set_tenant("acme", {"tokens_per_minute": 1}))
+        async with asyncio.timeout(30):
+            while here.who("b0") != "b":
+                here.news.clear()
+                await here.news.wait()
+        here.end()
 
     asyncio.run(run())
