@@ -20,6 +20,16 @@ URL_HELP = f"the instance's URL; the operator's key is read from ${OPERATOR_KEY}
 Url = Annotated[str, typer.Option(envvar="WARMPATH_URL", help=URL_HELP)]
 
 
+WORDS = {
+    "in the URL: ?model=NAME": "with --model NAME",
+    "send cold: true": "add --cold",
+    "GET /v1/admin/tenants lists": "`warmpath tenants list` lists",
+    "GET /v1/admin/keys lists": "`warmpath keys list` lists",
+    "POST /v1/admin/keys makes": "`warmpath keys new` makes",
+}
+"""What refusals call a part of a request, and what the command line calls it."""
+
+
 def ask(
     url: str,
     method: str,
@@ -47,6 +57,8 @@ def ask(
     if answer.status_code == 401:
         refusal += f" (a key is taken from ${OPERATOR_KEY} or ${TENANT_KEY})"
     if refusal:
+        for there, here in WORDS.items():
+            refusal = refusal.replace(there, here)
         fail(refusal)
     return document
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
@@ -121,17 +122,22 @@ def settings_yaml() -> str:
 
 
 def settings_text(words: Sequence[str] = ()) -> str:
-    """Return the settings with all ``words`` in name or meaning, for a terminal."""
+    """Return the settings in whose name or meaning words begin with all ``words``, for a terminal."""
     parts = []
     for title, rows in _tables():
         entry = title if title in ENTRIES else ""
         lines = [
             f"  {name}: {kind}; {'' if default == 'required' else 'default '}{default}\n      {meaning}"
             for name, kind, default, meaning in rows
-            if all(word.lower() in f"{entry} {name} {meaning}".lower() for word in words)
+            if all(_begins(word.lower(), f"{entry} {name} {meaning}".lower()) for word in words)
         ]
         parts += ["\n".join([title, *lines]) + "\n"] if lines else []
     return "\n".join(parts).replace("`", "") or "no setting has all of these words in its name or meaning\n"
+
+
+def _begins(part: str, text: str) -> bool:
+    """Return whether a word of a text begins with ``part``: `pin` finds pin_budget and pinned, not stopping."""
+    return re.search(rf"(?<![a-z0-9]){re.escape(part)}", text) is not None
 
 
 def _tables() -> Iterator[tuple[str, list[_Row]]]:

@@ -30,6 +30,11 @@ _BOUNDS = {
     "less_than_equal": ("le", "at most"),
     "less_than": ("lt", "below"),
 }
+OPTIONS = frozenset(
+    {"config", "haproxy", "host", "keep_alive_timeout_s", "max_connections_per_address", "port", "verbose"}
+)
+"""Of `warmpath serve`, in the form of settings, which they are not: they are of one machine, or one start."""
+NO_SETTING = "there is no such setting"
 MOST_LISTED = 8
 """So many settings are named to who asks for one that is not there."""
 _CHOICE = re.compile(r"'([^']*)'")
@@ -41,13 +46,16 @@ def unknown_setting(name: str, known: Collection[str]) -> str:
     """Return a sentence on a name that is not in ``known``."""
     if name in _KEYS:
         return "only SHA-256 sums of keys are written here, as `key_sha256`; `warmpath keys new NAME` makes both"
+    if name.replace("-", "_") in OPTIONS:
+        http = "; a Serve config file has it under http_options" if name in ("host", "port") else ""
+        return f"{NO_SETTING}; it is an option of `warmpath serve`, --{name.replace('_', '-')}{http}"
     if name.startswith("data_parallel"):
-        return "there is no such setting; set data_parallel_size, and warmpath sets the rest"
+        return f"{NO_SETTING}; set data_parallel_size, and warmpath sets the rest"
     wanted = name.replace("-", "_").lower()
     short = [full for full in known if "_" in full and "".join(word[0] for word in full.split("_")) == wanted]
     near = short or get_close_matches(wanted, known, n=1)
     few = f"there are {', '.join(known)}" if len(known) <= MOST_LISTED else "leave it out"
-    return f"there is no such setting; {f'did you mean {near[0]}?' if near else few}"
+    return f"{NO_SETTING}; {f'did you mean {near[0]}?' if near else few}"
 
 
 def sentence(error: ErrorDetails, settings: type[BaseModel]) -> str:

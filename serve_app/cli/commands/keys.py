@@ -92,7 +92,7 @@ def expire(
     url: Url = LOCAL,
 ) -> None:
     """Give a key an end."""
-    _show(ask(url, "POST", f"{_PATH}/{part(key)}", body={"expires_at": _moment(at)}))
+    _show(ask(url, "POST", f"{_PATH}/{part(key)}", body={"expires_at": _moment(at, "AT")}))
 
 
 @app.command()
@@ -129,7 +129,7 @@ def _show(key: dict[str, Any]) -> None:
     print("  ".join([key["id"], key["tenant"], key["source"], key["state"], *told]))
 
 
-def _moment(text: str) -> str:
+def _moment(text: str, told: str = "--expires") -> str:
     """Return a time, or the end of a duration from now, in RFC 3339 with UTC and whole seconds."""
     try:
         moment = datetime.now(UTC) + timedelta(seconds=TypeAdapter[float](Seconds).validate_python(text))
@@ -137,7 +137,7 @@ def _moment(text: str) -> str:
         try:
             moment = TypeAdapter[datetime](AwareDatetime).validate_python(text)
         except ValidationError:
-            fail("--expires takes a duration such as 90d, or a moment with its time zone: 2027-01-31T00:00:00Z")
+            fail(f"{told} takes a duration such as 90d, or a moment with its time zone: 2027-01-31T00:00:00Z")
     if moment <= datetime.now(UTC):
-        fail("--expires must lie in the future")
+        fail(f"{told} must lie in the future")
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -17,6 +17,7 @@ from serve_app.cli.main import app
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
+from serve_app.config.sentences import OPTIONS
 from serve_app.config.tenants import TenantConfig
 from serve_app.ingress.routes.application import make_application
 from serve_app.tenants import make_api_key
@@ -202,6 +203,12 @@ def test_every_setting_is_a_flag_too(launched: list[Launch]) -> None:
     settings = AppConfig.model_validate(launched[0].settings)
     assert (settings.kv_cache_bytes, settings.max_model_len, settings.replicas) == (64 << 20, 512, 3)
     assert settings.strict and settings.explain_misses and not settings.enable_prefix_caching
+
+
+def test_options_that_are_no_settings_are_known() -> None:
+    """A file of settings with one of them gets its name."""
+    own = signature(main.serve).parameters.keys() - {"setting", "worker", "engine_arg"}
+    assert own - AppConfig.model_fields.keys() == OPTIONS
 
 
 def test_settings_that_answers_recommend_can_be_set() -> None:

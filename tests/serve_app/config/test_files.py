@@ -221,6 +221,8 @@ def test_a_user_config_overrides_args(args: dict[str, Any], live: dict[str, Any]
         ({"model": "small"}, "model: changes with a restart only; put it under args:"),
         ({"polcy": "lmetric"}, "polcy: there is no such setting; did you mean policy?"),
         ({"sparkle": 1}, "sparkle: there is no such setting; leave it out"),
+        ({"port": 8000}, "port: there is no such setting; it is an option of `warmpath serve`, --port; a Serve config"),
+        ({"verbose": True}, "verbose: there is no such setting; it is an option of `warmpath serve`, --verbose"),
         (
             {"tenants": [{"name": "a", "key_sha256": [KEY], "budget": {"eur": 5}}]},
             "tenants.0.budget.eur: there is no such setting; there are tokens, money, period, hard",
@@ -389,6 +391,7 @@ def test_the_examples_in_the_settings_file_can_be_used() -> None:
 def test_the_list_for_a_terminal_is_searched_by_words() -> None:
     assert "  max_pulls: integer, 1 to 64; default 4\n      prefixes" in settings_text(["PULL", "once"])
     assert settings_text().count("\n  ") // 2 >= len(AppConfig.model_fields)
+    assert "pin_budget" in settings_text(["pin"]) and "graceful_shutdown_timeout_s" not in settings_text(["pin"])
     assert settings_text(["no-such-word"]).startswith("no setting has")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -69,6 +69,61 @@ def test_a_mistake_has_its_line_place_and_remedy(old: str, new: str, line: int, 
         mistake for mistake in mistakes if (mistake.line, mistake.subject) == (line, place) and words in mistake.found
     ]
     assert not any("wp-key" in mistake.found for mistake in mistakes)
+
+
+PLANTED: dict[str, tuple[str, str]] = {
+    "replcas": ("2", "did you mean replicas?"),
+    "port": ("8000", "--port"),
+    "max_num_seqs": ("0", "at least 1"),
+    "policy": ("lmetic", "must be one of"),
+    "prices": ("{gpt: {input: 1, output: 2}}", "never counts"),
+    "aliases": ("{x: nobody}", "must be the name of a model"),
+    "usage_file": ("/nowhere/at/all", "may write"),
+    "tool_parser": ("nonsense", "must be one of"),
+    "tenants": ("[{name: acme, key_sha256: [x]}]", "64 hex digits"),
+    "lora_adapters": ("3", "must be pairs"),
+    "otlp_endpoint": ("nowhere", "must be the URL"),
+}
+"""A setting, a wrong value, and what is said of it, whatever the others are."""
+
+
+@given(st.permutations(sorted(PLANTED)), st.integers(1, len(PLANTED)), st.booleans())
+@settings(max_examples=25)
+def test_all_mistakes_are_told_in_one_round(names: list[str], count: int, in_a_deployment: bool) -> None:
+    """As many as one by one, each at its own line, of a settings file or of the args of an application."""
+    written = [f"{name}: {PLANTED[name][0]}" for name in names[:count]]
+    if in_a_deployment:
+        indented = "".join(f"      {line}\n" for line in written)
+        text = CONFIG.replace("      replicas: 2\n", indented).replace("policy: lmetric", "polcy: lmetric")
+        told = ["polcy", *(line.partition(":")[0] for line in written)]
+    else:
+        text, told = "model: demo\n" + "\n".join(written), [line.partition(":")[0] for line in written]
+    lines = text.splitlines()
+    found = mistakes_in(text, ROOT, place_of_run="here")
+    assert sorted(lines[one.line - 1].strip().partition(":")[0] for one in found) == sorted(told)
+    for one in found:
+        name = lines[one.line - 1].strip().partition(":")[0]
+        assert (PLANTED[name][1] if name in PLANTED else "did you mean policy?") in one.sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("engine: vlm\nengine_args: {enforce_eager: true}\n", "engine"),
+        ("enigne: vllm\nengine_args: {enforce_eager: true}\n", "enigne"),
+        ("autoscaling: {min_replicas: x}\nreplicas: 2\n", "autoscaling.min_replicas"),
+        ("models: [{model: demo, served_model_name: [x]}]\naliases: {a: b}\n", "models.0.served_model_name"),
+    ],
+)
+def test_what_follows_from_a_mistake_is_none(text: str, first: str) -> None:
+    """Without vLLM its arguments would be wrong, but who wrote `vlm` means it."""
+    assert first in {one.subject for one in mistakes_in(text)}
+    assert not [one for one in mistakes_in(text) if one.subject in ("engine_args", "replicas")]
+
+
+def test_an_application_with_a_mistake_of_serves_does_not_hide_those_of_the_settings() -> None:
+    text = CONFIG.replace("    import_path", "    import_paht").replace("replicas: 2", "replcas: 2")
+    assert {2, 6} <= {one.line for one in mistakes_in(text)}
 
 
 NAMES = st.sampled_from(["args", "name", "user_config", "deployments", "policy", "tenants", "public_prompts", "x", 7])

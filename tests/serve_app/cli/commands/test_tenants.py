@@ -7,12 +7,21 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from serve_app.cli.admin_client import WORDS
 from serve_app.cli.main import app
+from tests.pages import ROOT
 from tests.serve_app.ingress.scripted import Loopback
 from tests.serve_app.ingress.several import Checkpoint, Several
 from tests.serve_app.ingress.test_models import OPERATOR, checkpoint, config_of, digest, key_of, tenants
 
 __all__ = ["checkpoint"]
+
+INGRESS = ROOT / "serve_app" / "ingress"
+SPEAKING = [
+    INGRESS / "prompts.py", INGRESS / "tenant_admin.py", INGRESS / "routes" / "handler.py",
+    *(ROOT / "serve_app" / "tenancy").glob("*.py"),
+]  # fmt: skip
+"""The modules whose refusals these commands show."""
 
 
 @pytest.fixture
@@ -78,13 +87,23 @@ def test_a_tenant_and_its_keys_from_the_command_line(url: str) -> None:
         ("tenants remove acme", "is in the settings"),
         ("tenants set none disabled=true", "There is no tenant 'none'"),
         ("tenants set acme budget={token:5}", "budget.token:5: there is no such setting; did you mean tokens?\n"),
-        ("keys disable key_1", "There is no key 'key_1'"),
+        ("keys disable key_1", "There is no key 'key_1'; `warmpath keys list` lists them."),
+        ("tenants set none disabled=true", "`warmpath tenants list` lists them."),
+        ("tenants add zeta key_sha256=x", "`warmpath keys new` makes a key."),
+        ("keys expire key_1 soon", "AT takes a duration"),
         ("keys rotate key_1 --overlap long", "--overlap takes a duration"),
         ("keys expire key_1 2001-01-01T00:00:00Z", "future"),
     ],
 )
 def test_mistakes_say_what_to_do(url: str, words: str, sentence: str) -> None:
     assert sentence in run(words, status=2)
+
+
+def test_refusals_speak_of_commands_and_not_of_routes() -> None:
+    """Each route that a message names is translated, and nothing else is."""
+    text = "".join(path.read_text() for path in SPEAKING)
+    named = set(re.findall(r"(?:\b(?:GET|POST|DELETE) /v1/[\w/]+ \w+|in the URL: \?\w+=\w+|send \w+: true)", text))
+    assert named == set(WORDS)
 
 
 def test_a_url_without_its_scheme_or_with_the_clients_path_is_understood(url: str) -> None:
