@@ -27,7 +27,7 @@ BENCHMARKS = {
     "load_tools": ("end_to_end.load_tools", "3 minutes a tool"),
     "routing": ("routing.decision_latency", "6 minutes"),
     "simulate": ("simulation.run", "5 minutes"),
-    "hostile": ("isolation.hostile.run", "4 minutes"),
+    "hostile": ("isolation.hostile.run", "10 minutes"),
     "flooding": ("isolation.flooding", "20 seconds"),
     "batches": ("isolation.batches", "2 minutes"),
     "figures": ("figures", "25 minutes; each row prints its own time"),

@@ -38,7 +38,7 @@ def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dic
     ``first``: the first item's number in errors. Adds the paths of unread fields to ``ignored``. Items of tools that
     ran elsewhere become text. Raises InvalidRequest for items that hold none.
     """
-    messages: list[dict[str, Any]] = []
+    turns = _Turns()
     check_arguments(items)
     reasoning = ""
     for index, item in enumerate(items, first):
@@ -52,36 +52,76 @@ def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dic
             reasoning += joined(told, f"{path}.content", ignored, kinds=RESPONSE_PARTS)
             continue
         if kind in _CALLS:
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(_call(item, kind, path, ignored))
+            if turns.role != "assistant":
+                turns.add({"role": "assistant", "content": ""})
+            turns.call(_call(item, kind, path, ignored))
         elif (said := _said(item, kind, path, ignored)) is not None:
             if reasoning and said["role"] != "assistant":  # it was cut off before it said anything
-                messages.append({"role": "assistant", "content": "", **reasoning_fields(reasoning)})
+                turns.add({"role": "assistant", "content": "", **reasoning_fields(reasoning)})
                 reasoning = ""
             if said["role"] == "tool" and "tool_call_id" not in said:
-                said = _answering(said, _full_name(item), messages)
-            if said["role"] == "assistant" and messages and "tool_calls" in messages[-1]:
-                messages[-1]["content"] += said["content"]
+                said = _answering(said, _full_name(item), turns.last_call)
+            if said["role"] == "assistant" and turns.calls:
+                turns.texts.append(said["content"])
             else:
-                messages.append(said)
-        if reasoning and messages[-1]["role"] == "assistant":
-            messages[-1].update(reasoning_fields(messages[-1].get("reasoning", "") + reasoning))
+                turns.add(said)
+        if reasoning and turns.role == "assistant":
+            turns.thoughts.append(reasoning)
             reasoning = ""
     if reasoning:
-        messages.append({"role": "assistant", "content": "", **reasoning_fields(reasoning)})
-    return messages
+        turns.add({"role": "assistant", "content": "", **reasoning_fields(reasoning)})
+    turns.join()
+    return turns.messages
 
 
-def _answering(said: dict[str, Any], name: str, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+class _Turns:
+    """Messages so far. What the last one gains is joined once: piece by piece would copy the earlier ones each time."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.last_call: Mapping[str, Any] | None = None
+
+    @property
+    def role(self) -> str:
+        """The role of the last message, "" for none."""
+        return str(self.messages[-1]["role"]) if self.messages else ""
+
+    @property
+    def calls(self) -> bool:
+        """Whether the last message calls tools."""
+        return bool(self.messages) and "tool_calls" in self.messages[-1]
+
+    def add(self, message: dict[str, Any]) -> None:
+        """Begin a message."""
+        self.join()
+        self.messages.append(message)
+
+    def call(self, call: dict[str, Any]) -> None:
+        """Add a call to the last message."""
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+        self.last_call = call
+
+    def join(self) -> None:
+        """Put what was gained into the last message."""
+        if self.texts:
+            self.messages[-1]["content"] += "".join(self.texts)
+            self.texts.clear()
+        if self.thoughts:
+            thought = self.messages[-1].get("reasoning", "") + "".join(self.thoughts)
+            self.messages[-1].update(reasoning_fields(thought))
+            self.thoughts.clear()
+
+
+def _answering(said: dict[str, Any], name: str, call: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return an output without a call's id as the last call's, or as a user's words if it has another name.
 
     Codex tells a goal in such an item.
     """
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    if name and (not calls or calls[-1]["function"]["name"] != name):
+    if name and (call is None or call["function"]["name"] != name):
         return {"role": "user", "content": f"{name}: {said['content']}"}
-    return {**said, "tool_call_id": calls[-1]["id"]} if calls else said
+    return {**said, "tool_call_id": call["id"]} if call is not None else said
 
 
 def _full_name(item: Mapping[str, Any]) -> str:

@@ -78,6 +78,10 @@ LEAST: dict[str, list[Body]] = {
         {**_RESPONSE, "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, "stream": True},
         {**_RESPONSE, "input": [_USER, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
                                 {"type": "function_call_output", "call_id": "c", "output": "o"}]},
+        {**_RESPONSE, "input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                                {"type": "function_call_output", "output": "o"}]},
+        {**_RESPONSE, "input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                                {"role": "assistant", "content": "a"}]},
     ],
     "MessagesBody": [
         {**_CHAT, "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
@@ -179,7 +183,9 @@ class Field:
             kind = value.get("type") if isinstance(value, dict) and step != "type" else None
             shown += f"({kind})" * isinstance(kind, str) + ("[]" if isinstance(step, int) else f".{step}")
             value = value[step] if not isinstance(value, dict) else value.get(step)
-        return f"{self.door.method} {self.door.path} {shown}"
+        items = value if isinstance(value, list) else ()
+        kinds = ", ".join(str(one.get("type", "")) if isinstance(one, dict) else type(one).__name__ for one in items)
+        return f"{self.door.method} {self.door.path} {shown}{f' of {kinds}' if items else ''}"
 
     @property
     def value(self) -> Any:

@@ -77,6 +77,10 @@ def _copies(size: int, value: Any) -> bytes | None:
     return None
 
 
+def _copies_of_the_last(size: int, value: Any) -> bytes | None:
+    return _copies(size, [*value[:-1], *value[-1:] * (2 + size // 80)]) if isinstance(value, list) else None
+
+
 def _wrapped(size: int, value: Any) -> bytes | None:
     """Return the value inside lists of itself: [[value]]."""
     depth = size // 2
@@ -161,6 +165,7 @@ STRUCTURES: dict[str, Shape] = {
     "many keys": lambda size, _: _keys(size),
     "many more keys": _more_keys,
     "many copies": _copies,
+    "many copies of the last": _copies_of_the_last,
     "a long number": lambda size, _: b"1" * size,
     "a long fraction": lambda size, _: b"0." + b"1" * size,
     "a long exponent": lambda size, _: b"1e" + b"1" * size,
