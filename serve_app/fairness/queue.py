@@ -21,6 +21,7 @@ from typing import Generic, ParamSpec, TypeVar
 from router.protocol.samples import WAIT_BUCKETS_S, Histogram, Mean
 from serve_app.errors import LimitReason
 from serve_app.fairness.shares import ACTIVE_S, Budget, Shares, verdict
+from serve_app.fairness.work import Job, set_job
 
 YIELDING_ORDER = 2**31
 """Work of this order and above (`flex`) also waits for the other tenants' work of a lower one."""
@@ -92,6 +93,14 @@ class TenantQueue(Generic[W]):
                 most[tenant] -= spent
             if not line or most.get(tenant) == 0:
                 self.leave(tenant)
+
+    def owe(self, tenant: str, cost: int) -> None:
+        """Charge a tenant for work that cost more than was known at its start, whether or not it has more."""
+        waits = tenant in self.credit
+        self.join(tenant)
+        self.charge(tenant, cost)
+        if not waits:
+            self.leave(tenant)
 
     def join(self, tenant: str) -> None:
         """Add a tenant with work to the ring's end, unless it is already in the ring."""
@@ -219,6 +228,10 @@ class WaitingLine:
             pace_s = max(pace_s, self._clock() - self._first_since_s[tenant])
         return min(60.0, max(1.0, pace_s * (1 + len(line))))
 
+    def owe(self, tenant: str, cost: int) -> None:
+        """Charge a tenant for more than it entered with."""
+        self._queue.owe(tenant, cost)
+
     async def enter(self, tenant: str, units: int = 1, cost: int = 1, order: int = 0) -> Place:
         """Wait for ``units``, or for the tenant's whole share if that is less. A cancelled wait returns its units.
 
@@ -295,25 +308,53 @@ T = TypeVar("T")
 
 QUANTUM_BYTES = 16 << 10
 """Bytes of text per turn."""
+_BYTES_PER_S = 1 << 20
+"""Text that a thread tokenizes a second, or less: what work took longer is charged to its tenant in such bytes."""
 
 
 class FairWorkers:
-    """A few threads. With several tenants, no tenant can use all of them."""
+    """A few threads. With several tenants, no tenant can use all of them.
 
-    def __init__(self, shares: Shares, threads: int | None = None) -> None:
+    ``clock``: seconds that a thread is in use.
+    """
+
+    def __init__(self, shares: Shares, threads: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         threads = max(2, min(4, os.cpu_count() or 1)) if threads is None else threads
+        self._clock = clock
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
         self._line = WaitingLine(Budget(shares, lambda: threads), QUANTUM_BYTES)
 
     async def run(self, tenant: str, cost_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``work`` in a thread at the tenant's turn and return its result. A cancelled caller does not stop it."""
+        """Run ``work`` in a thread at the tenant's turn and return its result.
+
+        A cancelled caller stops work that asks (``check_wanted``); other work goes on to its end.
+        """
         place = await self._line.enter(tenant, cost=cost_bytes)
         loop = asyncio.get_running_loop()
+        job, owed = Job(), 0
+
+        def begun() -> T:
+            nonlocal owed
+            begun_s = self._clock()
+            set_job(job)
+            try:
+                return work(*args, **kwargs)
+            finally:
+                set_job(None)
+                owed = int((self._clock() - begun_s) * _BYTES_PER_S) - cost_bytes
+
+        def ended() -> None:
+            if owed > 0:
+                self._line.owe(tenant, owed)
+            place.give_back()
 
         def finished(_: Future[T]) -> None:
             with suppress(RuntimeError):  # the loop is closed, so no caller needs the thread
-                loop.call_soon_threadsafe(place.give_back)
+                loop.call_soon_threadsafe(ended)
 
-        done = self._threads.submit(work, *args, **kwargs)
+        done = self._threads.submit(begun)
         done.add_done_callback(finished)
-        return await asyncio.wrap_future(done)
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            job.abandoned = True

@@ -1,6 +1,5 @@
 """A request's rules for tokens, checked for this model: sampling rules for the engine, and grammars."""
 
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 from serve_app.api.request import CompletionRequest, GenerateRequest, not_enforced
@@ -8,8 +7,10 @@ from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.engine.protocol import SamplingParams, TokenRules
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.fairness.queue import FairWorkers
-from serve_app.structured.compiler import GrammarCompiler, GrammarError
+from serve_app.fairness.work import TenantsLru
+from serve_app.structured.compiler import GrammarError
 from serve_app.structured.grammar import Grammar
+from serve_app.structured.trial import trials_of
 from serve_app.tenants import Tenant
 
 _NO_RULES = TokenRules()
@@ -149,8 +150,8 @@ def refuse_without_logits(request: GenerateRequest) -> None:
             )
 
 
-MAX_KNOWN = 128
-"""Number of remembered valid grammars, over all tenants."""
+MAX_KNOWN = 256
+"""Number of remembered grammars, valid or not, over all tenants."""
 
 
 class CheckedGrammars:
@@ -158,9 +159,9 @@ class CheckedGrammars:
 
     def __init__(self, info: CheckpointInfo, workers: FairWorkers) -> None:
         self._ends = bool(info.eos_token_ids)
-        self._compiler = GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
+        self._trials = trials_of(info.path, info.vocab_size, tuple(info.eos_token_ids))
         self._workers = workers
-        self._known: OrderedDict[tuple[str, Grammar], tuple[str, str]] = OrderedDict()
+        self._known: TenantsLru[Grammar, tuple[str, str] | GrammarError] = TenantsLru(MAX_KNOWN)
 
     async def form(self, grammar: Grammar | None, tenant: str) -> tuple[str, str]:
         """Return a grammar in llguidance's form, "" for none, and a warning about what it leaves out, "" for nothing.
@@ -172,19 +173,21 @@ class CheckedGrammars:
         if not self._ends:
             message = f"{grammar.field} needs a model with an end token, and this one has none."
             raise InvalidRequest(message, param=grammar.field)
-        key = (tenant, grammar)
-        found = self._known.get(key)
+        found = self._known.get(tenant, grammar)
         if found is None:
-            found = self._known[key] = await self._workers.run(tenant, len(grammar.text), self._check, grammar)
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(key)
+            found = await self._workers.run(tenant, len(grammar.text), self._checked, grammar, tenant)
+        if isinstance(found, GrammarError):
+            raise InvalidRequest(f"{grammar.field} cannot be followed: {found}.", param=grammar.field)
         return found
 
-    def _check(self, grammar: Grammar) -> tuple[str, str]:
-        try:
-            form, left_out = self._compiler.checked(grammar)
-        except GrammarError as error:
-            raise InvalidRequest(f"{grammar.field} cannot be followed: {error}.", param=grammar.field) from error
-        return form, not_enforced(left_out)
+    def _checked(self, grammar: Grammar, tenant: str) -> tuple[str, str] | GrammarError:
+        """Check a grammar, unless a request that came before with the same one has done so meanwhile."""
+        found = self._known.get(tenant, grammar)
+        if found is None:
+            try:
+                form, left_out = self._trials.checked(grammar)
+                found = form, not_enforced(left_out)
+            except GrammarError as error:
+                found = error.with_traceback(None)
+            self._known.put(tenant, grammar, found)
+        return found

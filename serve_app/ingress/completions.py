@@ -211,7 +211,10 @@ class Completions:
     async def _read(self, body: bytes, tenant: Tenant, arrival: Arrival, work: Callable[[bytes], T]) -> T:
         """Return ``work(body)``, done outside the event loop if that takes long."""
         inline = arrival.body_bytes <= INLINE_BODY_BYTES and most_values(body) <= INLINE_VALUES
-        return work(body) if inline else await self.workers.run(tenant.name, arrival.body_bytes, work, body)
+        try:
+            return work(body) if inline else await self.workers.run(tenant.name, arrival.body_bytes, work, body)
+        except RecursionError:
+            raise InvalidRequest("The body is nested too deeply; send one that is flatter.") from None
 
     def arrive(self, tenant: Tenant) -> Arrival:
         """Register a new request. Raises RateLimited."""

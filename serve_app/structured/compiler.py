@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from serve_app.fairness.work import Steps, TooMuchWorkError, check_wanted
 from serve_app.structured.grammar import Grammar
-from serve_app.structured.schema import Followable, Level, followable
+from serve_app.structured.schema import MAX_STEPS, Followable, Level, followable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -27,6 +29,8 @@ _LAYOUT: JsonCompileOptions = {
 """JSON has one layout, because some models would write white space for ever."""
 _MAX_TRIES = 256
 """The maximum parts of one schema that are compiled, to find the wrong one."""
+_MAX_TRIED_S = 1.0
+"""CPU time to find the wrong part of a grammar, to loosen tools, and to try answers. Honest ones need 0.1 s."""
 _COSTLY = (
     "patternProperties", "minProperties", "maxProperties", "pattern", "required", "minItems", "additionalProperties",
     "anyOf", "oneOf", "$ref",
@@ -36,17 +40,58 @@ _PROBES, _PROBE_TOKENS = 4, 32
 """The answers that are tried before a grammar is accepted, and the tokens of each."""
 
 
+_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
+"""What tells Lark's grammars from GBNF's. llguidance's own pattern looks over all following lines from each line."""
+
+
 class GrammarError(ValueError):
     """No answer can follow this grammar. The message contains the reason as a clause."""
+
+
+class Vocabulary(NamedTuple):
+    """A tokenizer as JSON, and the number of its ids."""
+
+    tokenizer: str
+    ids: int
+
+
+class _Allowance:
+    """What one grammar may still cost. ``clock``: CPU seconds of this thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until_s = clock() + _MAX_TRIED_S
+        self._tries = _MAX_TRIES
+        self.steps = Steps(MAX_STEPS)
+
+    def more(self) -> bool:
+        """Return whether another part may be compiled. Raises AbandonedError."""
+        self._tries -= 1
+        return self._tries >= 0 and self.lasts()
+
+    def lasts(self) -> bool:
+        """Return whether there is time left. Raises AbandonedError."""
+        check_wanted()
+        return self._clock() < self._until_s
 
 
 class GrammarCompiler:
     """Compiles grammars for one tokenizer (any thread). The first call imports llguidance and reads the tokenizer.
 
     ``path``: a checkpoint with a fast tokenizer. ``end_token_ids``: the tokens that end an answer, at least one.
+    ``clock``: CPU seconds of the calling thread. ``vocabulary``: in place of the checkpoint's.
     """
 
-    def __init__(self, path: Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        vocab_size: int,
+        end_token_ids: Sequence[int],
+        clock: Callable[[], float] = time.thread_time,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._clock = clock
         self._path = path
         self._vocab_size = vocab_size
         self._end_token_ids = list(end_token_ids)
@@ -70,13 +115,14 @@ class GrammarCompiler:
 
         Answers are tried, so that a grammar whose work exceeds the limits fails here, and not in an answer.
         """
+        left = _Allowance(self._clock)
         if grammar.kind != "json":
             form = llguidance_form(grammar)
-            self._try(form)
+            self._try(form, left)
             return form, ()
-        schema, tries = json.loads(grammar.text), iter(range(_MAX_TRIES))
+        schema = json.loads(grammar.text)
         try:
-            return self._followed(schema, grammar, tries)
+            return self._followed(schema, grammar, left)
         except GrammarError:
             loose = [tool for tool in grammar.tools if not tool.strict]
             if not loose:
@@ -85,62 +131,80 @@ class GrammarCompiler:
         wrong: dict[str, str] = {}
         for tool in loose:
             try:
-                self._followed(_with(schema, {each.path: free for each in loose if each is not tool}), grammar, tries)
+                if not left.lasts():
+                    raise GrammarError("it takes too long to check")
+                self._followed(_with(schema, {each.path: free for each in loose if each is not tool}), grammar, left)
             except GrammarError as error:
                 wrong[tool.path] = (
                     f"tool {tool.name}: any arguments, because {str(error).removeprefix(f'tool {tool.name}: ')}"
                 )
-        form, left_out = self._followed(_with(schema, dict.fromkeys(wrong, free)), grammar, tries)
+        form, left_out = self._followed(_with(schema, dict.fromkeys(wrong, free)), grammar, left)
         return form, (*wrong.values(), *left_out)
 
-    def _followed(self, schema: Any, grammar: Grammar, tries: Iterator[int]) -> tuple[str, tuple[str, ...]]:
-        """Do as ``checked``, without loosening tools further. ``tries``: see ``_MAX_TRIES``."""
+    def _followed(self, schema: Any, grammar: Grammar, left: _Allowance) -> tuple[str, tuple[str, ...]]:
+        """Do as ``checked``, without loosening tools further."""
         levels: dict[str, Level] = {tool.path: "strict" if tool.strict else "free" for tool in grammar.tools}
-        found = followable(schema, "strict" if grammar.strict else "usual", levels)
-        form = self._tried(found, grammar, tries)
+        try:
+            found = followable(schema, "strict" if grammar.strict else "usual", levels, left.steps)
+        except TooMuchWorkError:
+            raise GrammarError("it takes too much work: make it smaller, or refer to fewer parts") from None
+        form = self._tried(found, grammar, left)
         return form, tuple(_at(place.keyword, place.path, grammar) for place in found.left_out)
 
-    def _tried(self, found: Followable, grammar: Grammar, tries: Iterator[int]) -> str:
+    def _tried(self, found: Followable, grammar: Grammar, left: _Allowance) -> str:
         """Return the form of a schema that answers can follow. Raises GrammarError with the keyword and its place."""
         form = _json_form(found.schema, coerce_one_of=not any(each.keyword == "oneOf" for each in found.without_form))
         try:
-            self._try(form)
+            self._try(form, left)
         except GrammarError as error:
+            said = str(error)
             for place in found.without_form:
-                if re.search(rf"(?<!\w){re.escape(place.keyword)}\b", str(error)):
+                if re.search(rf"(?<!\w){re.escape(place.keyword)}\b", said):
                     raise GrammarError(f"{_at(place.keyword, place.path, grammar)} is not supported") from error
-            for (path, leaf), _ in zip(found.leaves.items(), tries, strict=False):
-                if self._error(leaf) == str(error):
-                    keyword = self._wrong(leaf, str(error))
+            for path, leaf in found.leaves.items():
+                if not left.more():
+                    break
+                if self._error(leaf, left) == said:
+                    keyword = self._wrong(leaf, said, left)
                     raise GrammarError(f"{_at(keyword, path, grammar)}: {error}") from error
-            if re.match("Resource|Pointer|Anchor|circular", str(error)):
+            if re.match("Resource|Pointer|Anchor|circular", said):
                 raise GrammarError(f"`$ref`: {error}") from error
-            costly = [keyword for keyword in _COSTLY if _has(found.schema, keyword)]
-            for keyword, _ in zip(costly, tries, strict=False):
-                if not self._error(_without(found.schema, keyword)):
+            for keyword in _COSTLY:
+                if not _has(found.schema, keyword):
+                    continue
+                if not left.more():
+                    break
+                if not self._error(_without(found.schema, keyword), left):
                     raise GrammarError(f"`{keyword}`: {error}") from error
             raise
         return form
 
-    def _wrong(self, leaf: dict[str, Any], error: str) -> str:
-        """Return the keyword that this error of a part of a schema is about."""
-        without = ({name: value for name, value in leaf.items() if name != keyword} for keyword in leaf)
-        return next((name for name, rest in zip(leaf, without, strict=True) if self._error(rest) != error), "type")
+    def _wrong(self, leaf: dict[str, Any], said: str, left: _Allowance) -> str:
+        """Return the keyword that this error of a part of a schema is about, "type" if it is not found."""
+        for keyword in leaf:
+            if not left.more():
+                break
+            rest = {name: value for name, value in leaf.items() if name != keyword}
+            if self._error(rest, left) != said:
+                return keyword
+        return "type"
 
-    def _error(self, schema: dict[str, Any]) -> str:
+    def _error(self, schema: dict[str, Any], left: _Allowance) -> str:
         """Return why no answer can follow a schema, "" if one can."""
         try:
-            self._try(_json_form(schema))
+            self._try(_json_form(schema), left)
         except GrammarError as error:
             return str(error)
         return ""
 
-    def _try(self, form: str) -> None:
-        """Compile a grammar and write some answers. Raises GrammarError."""
+    def _try(self, form: str, left: _Allowance) -> None:
+        """Compile a grammar and write some answers, as long as there is time. Raises GrammarError."""
         matcher = self.compile(form)
         for probe in range(_PROBES):
             walk = matcher.deep_copy()
             for step in range(_PROBE_TOKENS):
+                if not left.lasts():
+                    return
                 allowed = np.flatnonzero(
                     np.unpackbits(np.frombuffer(walk.compute_bitmask(), np.uint8), bitorder="little")
                 )
@@ -158,15 +222,21 @@ class GrammarCompiler:
 
         with self._lock:
             if self._tokenizer is None:
-                from transformers import AutoTokenizer
-
-                loaded = AutoTokenizer.from_pretrained(self._path, local_files_only=True, trust_remote_code=False)
-                backend: Any = loaded.backend_tokenizer
-                backend.no_truncation()
-                backend.no_padding()
-                ids = max(self._vocab_size, *(i + 1 for i in backend.get_vocab(with_added_tokens=True).values()))
-                self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=ids, eos_token=self._end_token_ids)
+                text, ids = self._vocabulary or read_vocabulary(self._path, self._vocab_size)
+                self._tokenizer = LLTokenizer(text, n_vocab=ids, eos_token=self._end_token_ids)
             return self._tokenizer
+
+
+def read_vocabulary(path: Path, vocab_size: int) -> Vocabulary:
+    """Return the vocabulary of a checkpoint with a fast tokenizer."""
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    backend: Any = loaded.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    ids = max(vocab_size, *(i + 1 for i in backend.get_vocab(with_added_tokens=True).values()))
+    return Vocabulary(backend.to_str(), ids)
 
 
 def _limits() -> LLParserLimits:
@@ -187,7 +257,7 @@ def _limits() -> LLParserLimits:
 
 def llguidance_form(grammar: Grammar) -> str:
     """Return a grammar in llguidance's own form, unchecked. Raises GrammarError if it cannot be converted."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     try:
         match grammar.kind:
@@ -199,9 +269,57 @@ def llguidance_form(grammar: Grammar) -> str:
                 strings: list[Any] = json.loads(grammar.text)
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, strings)))
             case "grammar":
-                return grammar_from("grammar", grammar.text)
+                lark = grammar.text if _LARK.search(grammar.text) else _lark_of(grammar.text)
+                return LLMatcher.grammar_from_lark(lark)
     except ValueError as error:
         raise GrammarError(_said(str(error))) from error
+
+
+def _lark_of(gbnf: str) -> str:
+    """Return a GBNF grammar as Lark's. Raises GrammarError.
+
+    llguidance looks through all rules until no more of them is found to be a terminal: twice if each stands behind
+    those that it refers to, and else as many times as there are rules.
+    """
+    from llguidance.gbnf_to_lark import GrammarParser, resolve
+
+    try:
+        rules = _references_first(GrammarParser().parse(gbnf))
+        resolve(rules)
+    except Exception as error:  # it raises bare ones
+        raise GrammarError(_said(f"Failed to convert the grammar from GBNF to Lark: {error}")) from error
+    return "\n\n".join(("%llguidance {}", *map(str, rules.values())))
+
+
+def _references_first(rules: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rules of GBNF in an order in which each stands behind those that it refers to, as far as there is one."""
+    ordered: dict[str, Any] = {}
+    seen: set[str] = set()
+    for first in rules:
+        path = [] if first in seen else [(first, _referred(rules[first]))]
+        seen.add(first)
+        while path:
+            name, referred = path[-1]
+            following = next((one for one in referred if one in rules and one not in seen), None)
+            if following is None:
+                ordered[name] = rules[name]
+                path.pop()
+            else:
+                seen.add(following)
+                path.append((following, _referred(rules[following])))
+    return ordered
+
+
+def _referred(rule: Any) -> Iterator[str]:
+    """Yield the names that a rule of GBNF refers to."""
+    from llguidance.gbnf_to_lark import RuleRefNode
+
+    nodes = [rule]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, RuleRefNode):
+            yield node.name
+        nodes += node.children()
 
 
 def _json_form(schema: Any, *, coerce_one_of: bool = False) -> str:

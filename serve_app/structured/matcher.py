@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from router.protocol.block_hash import TokenArray, common_tokens
+from serve_app.fairness.work import TenantsLru
 from serve_app.structured.compiler import GrammarCompiler, GrammarError
 
 if TYPE_CHECKING:
@@ -75,12 +75,22 @@ class AnswerMatcher:
 class Matchers:
     """Creates matchers (any thread). The calling thread compiles a grammar that is new to its tenant.
 
-    A tenant never gets another's compiled grammar, whose speed would tell that somebody uses it.
+    A tenant never gets another's compiled grammar, whose speed would tell that somebody uses it. Failures are kept too.
     """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiled = lru_cache(MAX_COMPILED)(lambda _tenant, text: compiler.compile(text))
+        self._compiler = compiler
+        self._known: TenantsLru[str, LLMatcher | GrammarError] = TenantsLru(MAX_COMPILED)
 
     def matcher(self, text: str, tenant: str = "") -> AnswerMatcher:
         """Return a new matcher for an answer, from a grammar in llguidance's form. Raises GrammarError."""
-        return AnswerMatcher(self._compiled(tenant, text), text=text, tenant=tenant)
+        compiled = self._known.get(tenant, text)
+        if compiled is None:
+            try:
+                compiled = self._compiler.compile(text)
+            except GrammarError as error:
+                compiled = error
+            self._known.put(tenant, text, compiled)
+        if isinstance(compiled, GrammarError):
+            raise GrammarError(str(compiled))
+        return AnswerMatcher(compiled, text=text, tenant=tenant)

@@ -5,10 +5,14 @@ What has no such form stays, for llguidance to refuse, or is left out with a not
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 from urllib.parse import unquote
+
+from serve_app.fairness.work import Steps
+from serve_app.structured.grammar import MAX_GRAMMAR_BYTES
 
 Level = Literal["strict", "usual", "free"]
 """What may be left out: nothing that constrains, the exclusion in ``oneOf``, or any keyword without a form."""
@@ -33,6 +37,7 @@ _SINGLE = (
 )  # fmt: skip
 _APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "dependencies", "$dynamicRef", "not"}
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", *_COUNTS, "multipleOf", "const", "enum")
 _TEXTS = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment"}
 _ANNOTATIONS = {*_TEXTS, "$schema", "$id", "id"}
 _URI = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]*", re.ASCII)
@@ -42,10 +47,28 @@ _STANDARD = re.compile(
 _NONE: Mapping[str, Level] = {}
 MOST_DECIMALS = 8
 """Of `multipleOf`. With more, llguidance 1.x counts over 32 bits: it takes 680 for a multiple of 7e-9."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_COUNTED, _SMALLEST = 2**53, 1e-60
+"""llguidance 1.x has numbers as 64-bit floats, by their digits. It makes other integers of those beyond the first, and
+ends the process at some; it makes no range that ends nearer to 0 than the second."""
+_MOST_COUNTED = 2**31
+"""Of letters, items and properties; no answer has as many."""
+_MOST_DIVISOR = 2**32 // 10
+"""Of `multipleOf`: with a larger one, a remainder and one more digit are more than the 32 bits that llguidance has."""
+_MOST_REMAINDERS = 16_384
+"""Of all divisors in a schema together: `multipleOf` has a state for each remainder of its digits."""
 _MAX_ROUNDS = 16
-"""Rounds over all references to find those that end; it takes as many as references lead to one another."""
+"""Rounds over all references to find those that end; it takes more than two where they lead to one another in rings."""
+_MAX_LEVELS = 200
+"""Levels of parts, and of references that lead into one another, in one look for those that end."""
 _MAX_PAIRS = 20_000
 """Comparisons of alternatives in one schema, each about 2 us."""
+_MAX_NAMES = MAX_GRAMMAR_BYTES // 4
+"""Names that all ``propertyNames`` may list together: as many as one schema holds, so that references add none."""
+_PATH_CHARS = 64
+"""Characters of a part's path that count as much as the part."""
+MAX_STEPS = 1 << 20
+"""Parts of one schema that all walks over it may visit: about a second. The largest schemas of tools need a fifth."""
 
 
 @dataclass(slots=True)
@@ -73,12 +96,14 @@ class Followable:
     leaves: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def followable(schema: dict[str, Any], level: Level = "usual", levels: Mapping[str, Level] = _NONE) -> Followable:
-    """Return a schema's form. ``levels``: other levels for parts of it, by path."""
+def followable(
+    schema: dict[str, Any], level: Level = "usual", levels: Mapping[str, Level] = _NONE, steps: Steps | None = None
+) -> Followable:
+    """Return a schema's form. ``levels``: other levels for parts of it, by path. Raises TooMuchWorkError."""
     found = Followable()
     root = {name: part for name, part in schema.items() if name != "x-guidance"}  # options of llguidance
-    endless = _Walk(root, found, levels).endless()
-    found.schema = False if "#" in endless else _Walk(root, found, levels, endless).part(root, "#", level)
+    walk = _Walk(root, found, levels, steps or Steps(MAX_STEPS))
+    found.schema = False if walk.find_endless() else walk.part(root, "#", level)
     return found
 
 
@@ -105,31 +130,50 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
         yield from _objects(part)
 
 
-def _references(value: Any) -> set[str]:
-    """Return all references in a value."""
-    return {part["$ref"] for part in _objects(value) if isinstance(part.get("$ref"), str)}
-
-
 class _Walk:
-    def __init__(
-        self, root: dict[str, Any], found: Followable, levels: Mapping[str, Level], endless: Collection[str] = ()
-    ) -> None:
-        self._endless = endless
+    """A walk over one schema. References are resolved once; those with one target get one spelling."""
+
+    def __init__(self, root: dict[str, Any], found: Followable, levels: Mapping[str, Level], steps: Steps) -> None:
         self._root = root
         self._found = found
         self._levels = levels
-        self._references = _references(root)
-        self._dynamic = any("$dynamicRef" in part or "$recursiveRef" in part for part in _objects(root))
+        self._steps = steps
+        self._targets: dict[str, tuple[str, Any]] = {}
+        """By reference: its first spelling, and the part that it names, None if there is none."""
+        spellings: dict[tuple[str, ...], str] = {}
+        self._dynamic, self._local = False, True
+        for part in _objects(root):
+            steps.take()
+            self._dynamic |= "$dynamicRef" in part or "$recursiveRef" in part
+            if isinstance(reference := part.get("$ref"), str) and reference not in self._targets:
+                steps.take(1 + len(reference) // _PATH_CHARS)
+                self._local &= reference.startswith("#")
+                keys, target = self._look_up(reference)
+                self._targets[reference] = spellings.setdefault(keys, reference), target
+        self._endless: set[str] = set()
+        self._ending: set[int] = set()
+        """The parts, by identity, that some finite value fits."""
+        self._open: set[int] = set()
+        """Those that none fits as far as this round has seen."""
+        self._listed: dict[int, frozenset[tuple[str, Any]] | None] = {}
+        """The scalars that a part lists, by its identity."""
         self._pairs = _MAX_PAIRS
+        self._names = _MAX_NAMES
+        self._divisors: set[int] = set()
+        self._remainders = _MOST_REMAINDERS
 
     def part(self, schema: Any, path: str, level: Level) -> Any:
         """Return the form of a part of the schema."""
         if not isinstance(schema, dict):
             return schema
-        if isinstance(reference := schema.get("$ref"), str) and reference in self._endless:
-            return False
+        self._steps.take(1 + len(path) // _PATH_CHARS)
+        schema = dict(schema)
+        if isinstance(reference := schema.get("$ref"), str):
+            schema["$ref"] = reference = self._targets[reference][0]
+            if reference in self._endless:
+                return False
         level = self._levels.get(path, level)
-        schema = self._said(self._named(dict(schema), path), path)
+        schema = self._said(self._named(schema, path), path)
         for name in WITHOUT_FORM:
             if name in schema and level == "free":
                 self._found.left_out.append(SchemaKeyword(name, path))
@@ -164,12 +208,19 @@ class _Walk:
         asked = schema.get("format")
         if "format" in schema and not (isinstance(asked, str) and asked in FORMATS):
             del schema["format"]
-            if _may_be(schema, "string") and isinstance(asked, str):
+            if "string" in _kinds(schema) and isinstance(asked, str):
                 self._found.left_out.append(SchemaKeyword(f"format: {asked[:40]}", path))
-        step = schema.get("multipleOf")
-        if isinstance(step, float) and math.isfinite(step) and round(step, MOST_DECIMALS) != step:
-            del schema["multipleOf"]
-            self._found.left_out.append(SchemaKeyword("multipleOf", path))
+        for name in (one for one in _NUMBERS if one in schema):
+            if not self._counts(name, schema[name]):
+                if name in ("const", "enum"):
+                    values = schema[name] if isinstance(schema[name], list) and name == "enum" else [schema[name]]
+                    kinds = {"integer" if type(value) is int else type_of(value) for value in values}
+                    schema.setdefault("type", sorted(kinds))
+                elif name.startswith("max") and name in _COUNTS:
+                    del schema[name]  # it says nothing
+                    continue
+                del schema[name]
+                self._found.left_out.append(SchemaKeyword(name, path))
         standard = schema.get("$schema")
         if isinstance(standard, str) and not _STANDARD.fullmatch(standard):
             del schema["$schema"]
@@ -182,6 +233,7 @@ class _Walk:
                 or not self._resolves(path, schema)
             ):
                 schema.pop(name, None)
+        kinds = _kinds(schema)
         for name, silent in (
             ("uniqueItems", schema.get("uniqueItems") is False or schema.get("maxItems") in (0, 1)),
             ("not", schema.get("not") is False),
@@ -190,8 +242,8 @@ class _Walk:
             *((name, "if" not in schema) for name in ("then", "else")),
             ("if", not {"then", "else"} & schema.keys()),
             *((name, not self._dynamic) for name in ("$dynamicAnchor", "$recursiveAnchor")),
-            *((name, not _may_be(schema, "array")) for name in _OF_ARRAYS),
-            *((name, not _may_be(schema, "object")) for name in _OF_OBJECTS),
+            *((name, "array" not in kinds) for name in _OF_ARRAYS),
+            *((name, "object" not in kinds) for name in _OF_OBJECTS),
             ("contains", schema.get("minContains") == 0 and "maxContains" not in schema),
             *((name, "contains" not in schema) for name in ("minContains", "maxContains")),
         ):
@@ -204,11 +256,35 @@ class _Walk:
                 schema.setdefault(rest, False)
         return schema
 
+    def _counts(self, name: str, value: Any) -> bool:
+        """Return whether llguidance can count a keyword's numbers; what is no number is its own to refuse."""
+        if name in ("const", "enum"):
+            return not _holds_inexact(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return True
+        if name in _BOUNDS:
+            return not value or _SMALLEST <= abs(value) <= _COUNTED
+        if name in _COUNTS:
+            return value <= _MOST_COUNTED
+        if not abs(value) <= _MOST_DIVISOR or value != round(value, MOST_DECIMALS):
+            return False
+        divisor = abs(round(value * 10**MOST_DECIMALS))
+        while divisor and not divisor % 10:
+            divisor //= 10
+        if divisor not in self._divisors:
+            self._divisors.add(divisor)
+            self._remainders -= divisor
+        return self._remainders >= 0
+
     def _resolves(self, path: str, schema: dict[str, Any]) -> bool:
         """Return whether the base that a part sets for references changes what one of them means."""
-        if not all(reference.startswith("#") for reference in self._references):
+        if not self._local:
             return True
-        return path != "#" and bool(_references(schema))
+        return path != "#" and any(self._has_reference(part) for part in _objects(schema))
+
+    def _has_reference(self, part: dict[str, Any]) -> bool:
+        self._steps.take()
+        return isinstance(part.get("$ref"), str)
 
     def _named(self, schema: dict[str, Any], path: str) -> dict[str, Any]:
         """Put ``propertyNames`` as ``properties`` or ``patternProperties``, or leave it out if it says nothing."""
@@ -222,6 +298,11 @@ class _Walk:
             if (asked := names.get("format")) is not None and asked not in FORMATS:
                 del names["format"]
                 self._found.left_out.append(SchemaKeyword(f"format: {str(asked)[:40]}", f"{path}/propertyNames"))
+            for name in ("minLength", "maxLength"):
+                if name in names and not self._counts(name, names[name]):
+                    del names[name]
+                    if name == "minLength":
+                        self._found.left_out.append(SchemaKeyword(name, f"{path}/propertyNames"))
             if names.get("minLength") == 0:
                 del names["minLength"]
         without = {name: part for name, part in schema.items() if name != "propertyNames"}
@@ -233,6 +314,9 @@ class _Walk:
         if names.keys() <= {"enum", "const"} and len(names) == 1:
             ((_, allowed),) = names.items()
             allowed = allowed if isinstance(allowed, list) else [allowed]
+            self._names -= len(allowed)
+            if self._names < 0:
+                return schema
             shown = {name: named.get(name, rest) for name in allowed if isinstance(name, str)}
             return {**without, "properties": shown, "additionalProperties": False}
         if named:
@@ -245,27 +329,54 @@ class _Walk:
             return {**without, "patternProperties": {pattern: rest}, "additionalProperties": False}
         return schema
 
-    def endless(self) -> set[str]:
-        """Return the references to parts that no finite value fits, because each value would hold another one."""
-        left = {reference for reference in {"#", *self._references} if reference.startswith("#")}
+    def find_endless(self) -> bool:
+        """Find the references to parts that no finite value fits, because each value would hold another one.
+
+        Return whether the whole schema is such a part.
+        """
+        left = {"#"}.union(one for one, target in self._targets.values() if target is not None)
         for _ in range(_MAX_ROUNDS):
             before = len(left)
-            for reference in sorted(left, reverse=True):
-                if self._ends(self._at(reference), left):
-                    left.remove(reference)
+            self._open.clear()
+            for reference in sorted(left):
+                if self._ends(self._target(reference), left):
+                    left.discard(reference)
             if len(left) == before:
-                return left
-        return set()
+                self._endless = left
+                break
+        return "#" in self._endless
 
-    def _ends(self, schema: Any, left: Collection[str]) -> bool:
+    def _target(self, reference: str) -> Any:
+        return self._root if reference == "#" else self._targets[reference][1]
+
+    def _ends(self, schema: Any, left: set[str], depth: int = _MAX_LEVELS) -> bool:
         """Return whether a finite value may fit, if none fits the references ``left``."""
         if not isinstance(schema, dict):
             return schema is not False
-        if schema.get("$ref") in left:
+        if id(schema) in self._ending:
+            return True
+        if not depth or id(schema) in self._open:
             return False
+        self._open.add(id(schema))  # while it is asked for itself, nothing fits it
+        found = self._finds(schema, left, depth - 1)
+        if found:
+            self._ending.add(id(schema))
+        return found
+
+    def _finds(self, schema: dict[str, Any], left: set[str], depth: int) -> bool:
+        self._steps.take()
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and (one := self._targets[reference][0]) in left:
+            if not self._ends(self._target(one), left, depth):
+                return False
+            left.discard(one)
         for name, every in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             options = schema.get(name)
-            if isinstance(options, list) and options and not every(self._ends(option, left) for option in options):
+            if (
+                isinstance(options, list)
+                and options
+                and not every(self._ends(option, left, depth) for option in options)
+            ):
                 return False
         parts: list[Any] = []
         if _kinds(schema) == {"object"}:
@@ -277,22 +388,22 @@ class _Walk:
             first, least = schema.get("prefixItems", ()), schema.get("minItems", 0)
             if isinstance(first, list | tuple) and isinstance(least, int | float) and least > 0:
                 parts = [*first[: int(least)], *([schema.get("items", True)] if least > len(first) else ())]
-        return all(self._ends(part, left) for part in parts)
+        return all(self._ends(part, left, depth) for part in parts)
 
-    def _at(self, reference: str) -> Any:
-        """Return the part that a reference of the form ``#/...`` names, None if there is none."""
+    def _look_up(self, reference: str) -> tuple[tuple[str, ...], Any]:
+        """Return the keys of a reference of the form ``#/...``, and the part that it names, None if there is none."""
         if reference != "#" and not reference.startswith("#/"):
-            return None
+            return (reference,), None
         part: Any = self._root
-        for key in reference[1:].split("/")[1:]:
-            key = unquote(key).replace("~1", "/").replace("~0", "~")
-            if isinstance(part, list) and key.isascii() and key.isdecimal() and int(key) < len(part):
+        keys = [unquote(key).replace("~1", "/").replace("~0", "~") for key in reference[1:].split("/")[1:]]
+        for key in keys:
+            if isinstance(part, list) and key.isascii() and key.isdecimal() and len(key) < 8 and int(key) < len(part):
                 part = part[int(key)]
             elif isinstance(part, dict) and key in part:
                 part = part[key]
             else:
-                return None
-        return part
+                return (reference,), None
+        return ("#", *keys), part
 
     def _resolved(self, schema: Any) -> Any:
         """Follow a reference inside the schema, to a part that is no reference itself; None if that fails."""
@@ -306,12 +417,13 @@ class _Walk:
                 or schema.keys() - _ANNOTATIONS - {"$ref"}
             ):
                 return None
-            schema = self._at(reference)
+            schema = self._targets[reference][1] if reference in self._targets else None
         return None
 
     def _exclusive(self, options: list[Any]) -> bool:
         """Return whether it is plain that no value fits two of these options."""
-        return all(self._apart(one, other) for index, one in enumerate(options) for other in options[index + 1 :])
+        pairs = ((one, other) for index, one in enumerate(options) for other in islice(options, index + 1, None))
+        return all(self._apart(one, other) for one, other in pairs)
 
     def _apart(self, one: Any, other: Any, depth: int = 8) -> bool:
         """Return whether it is plain that no value fits both."""
@@ -325,9 +437,11 @@ class _Walk:
             return False
         if not _kinds(one) & _kinds(other):
             return True
-        values, others = _values(one), _values(other)
-        if values is not None and others is not None and not values & others:
-            return True
+        values, others = self._values(one), self._values(other)
+        if values is not None and others is not None:
+            self._pairs -= min(len(values), len(others)) // 16
+            if values.isdisjoint(others):
+                return True
         for first, second in ((one, other), (other, one)):
             for name, every in (("anyOf", all), ("oneOf", all), ("allOf", any)):
                 options = first.get(name)
@@ -342,12 +456,33 @@ class _Walk:
             if not isinstance(required, list) or not isinstance(named, dict):
                 continue
             for name in required:
+                self._pairs -= 1
+                if self._pairs < 0:
+                    return False
                 mine, theirs = first.get("properties", {}), named.get(name, True)
                 if name not in named and "patternProperties" not in second:
                     theirs = second.get("additionalProperties", True)
                 if isinstance(mine, dict) and self._apart(mine.get(name, True), theirs, depth - 1):
                     return True
         return False
+
+    def _values(self, schema: Mapping[str, Any]) -> frozenset[tuple[str, Any]] | None:
+        """Return the scalars that a part of the schema lists; None if it lists none, or others."""
+        if id(schema) not in self._listed:
+            given = [schema["const"]] if "const" in schema else schema.get("enum")
+            listed: list[Any] | None = given if isinstance(given, list) else None
+            if listed is None or any(isinstance(value, list | dict) for value in listed):
+                self._listed[id(schema)] = None
+            else:
+                self._listed[id(schema)] = frozenset((type_of(value), value) for value in listed)
+        return self._listed[id(schema)]
+
+
+def _holds_inexact(value: Any) -> bool:
+    """Return whether a value is or holds an integer that llguidance would make another one of."""
+    if isinstance(value, dict | list):
+        return any(map(_holds_inexact, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and abs(value) > _COUNTED
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
@@ -361,22 +496,10 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
     return kinds & set(map(type_of, given)) if isinstance(given, list) else kinds
 
 
-def _may_be(schema: Mapping[str, Any], kind: str) -> bool:
-    return kind in _kinds(schema)
-
-
 def type_of(value: Any) -> str:
     """Return a JSON value's type, "number" for an integer too."""
     names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", tuple: "array"}
     return "object" if isinstance(value, dict) else names.get(type(value), "null")
-
-
-def _values(schema: Mapping[str, Any]) -> set[tuple[str, Any]] | None:
-    """Return the scalars that a schema lists; None if it lists none, or others."""
-    given = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(given, list) or any(isinstance(value, list | dict) for value in given):
-        return None
-    return {(type_of(value), value) for value in given}
 
 
 def _escaped(name: str) -> str:

@@ -7,9 +7,11 @@ so that a conversation's prefix stays the same when it grows. See ``REPAIRS`` an
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import combinations, takewhile
+from itertools import combinations, groupby, islice, takewhile
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from serve_app.errors import InvalidRequest
@@ -23,6 +25,8 @@ _ID_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _ID_CHARS = 9
 _WORD = re.compile(r"[A-Za-z0-9]{4,}")
 _SEEN_CHARS = 256
+_SEARCHES = 8
+"""Searches through a whole prompt, for words that are not where they should be."""
 
 
 class Chat(NamedTuple):
@@ -125,7 +129,7 @@ def left_out(messages: Sequence[TemplateMessage], text: str) -> int | None:
 
     A guard for what no probe foresees: it looks for a longer word of each message, and each call's name.
     """
-    at = 0
+    at, searched = 0, 0
     for index, message in enumerate(messages):
         content = message.get("content") or ""
         # Templates cut the reasoning out of what an assistant said.
@@ -136,26 +140,31 @@ def left_out(messages: Sequence[TemplateMessage], text: str) -> int | None:
             *(call["function"]["name"] for call in message.get("tool_calls") or ()),
         ):
             found = text.find(word, at)
-            if found < 0 and word not in text:
-                return index
+            if found < 0:
+                searched += (found := text.find(word)) + len(text) - at
+                if found < 0:
+                    return index
+                if searched > _SEARCHES * len(text):
+                    return None  # a template that writes in another order; each further word could cost as much
             at = max(at, found)
     return None
 
 
-def _joined(first: TemplateMessage, second: TemplateMessage) -> TemplateMessage:
-    """Return one message of two neighbours."""
-    parts = [part for part in (first.get("content"), second.get("content")) if part]
-    calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
-    return {**second, **first, "content": _BETWEEN.join(parts), **({"tool_calls": calls} if calls else {})}
+def _joined(*neighbours: TemplateMessage) -> TemplateMessage:
+    """Return one message of neighbours."""
+    parts = [part for one in neighbours if (part := one.get("content"))]
+    calls = [call for one in neighbours for call in one.get("tool_calls") or ()]
+    fields: dict[str, Any] = {}
+    for one in reversed(neighbours):
+        fields.update(one)
+    return {**fields, "content": _BETWEEN.join(parts), **({"tool_calls": calls} if calls else {})}
 
 
 def _join_neighbours(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     told: list[TemplateMessage] = []
-    for message in messages:
-        if told and told[-1]["role"] == message["role"] in ("user", "assistant"):
-            told[-1] = _joined(told[-1], message)
-        else:
-            told.append(message)
+    for role, group in groupby(messages, itemgetter("role")):
+        neighbours = [*group]
+        told += [_joined(*neighbours)] if role in ("user", "assistant") and neighbours[1:] else neighbours
     return told
 
 
@@ -223,15 +232,17 @@ def _calls_one_by_one(messages: Sequence[TemplateMessage]) -> list[TemplateMessa
         if len(calls) < 2:
             told.append(message)
             continue
-        results = [*takewhile(lambda one: one["role"] == "tool", messages[index:])]
+        results = [*takewhile(lambda one: one["role"] == "tool", islice(messages, index, None))]
         index += len(results)
+        by_id: dict[Any, list[TemplateMessage]] = {}
+        for result in results:
+            by_id.setdefault(result.get("tool_call_id"), []).append(result)
+        ids = {call.get("id") for call in calls}
         for number, call in enumerate(calls):
             said = message if not number else {"role": "assistant", "content": ""}
             told.append({**said, "tool_calls": [call]})
-            own = [one for one in results if one.get("tool_call_id") == call.get("id")]
-            told += own
-            results = [one for one in results if one not in own]
-        told += results
+            told += by_id.pop(call.get("id"), ())
+        told += (result for result in results if result.get("tool_call_id") not in ids)
     return told
 
 
@@ -317,15 +328,15 @@ def _short_id(call_id: str) -> str:
 def _shorten_ids(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Give calls and results ids of nine letters and digits; a result without an id gets the next call's."""
     told: list[TemplateMessage] = []
-    unanswered: list[str] = []
+    unanswered: OrderedDict[str, None] = OrderedDict()
     for number, message in enumerate(messages):
         if message.get("tool_calls"):
             ids = [call.get("id") or f"{number} {place}" for place, call in enumerate(message["tool_calls"])]
             calls = [{**call, "id": _short_id(own)} for call, own in zip(message["tool_calls"], ids, strict=True)]
-            unanswered, message = ids, {**message, "tool_calls": calls}
+            unanswered, message = OrderedDict.fromkeys(ids), {**message, "tool_calls": calls}
         elif message["role"] == "tool":
-            given = message.get("tool_call_id") or (unanswered[0] if unanswered else "")
-            unanswered = [own for own in unanswered if own != given]
+            given = message.get("tool_call_id") or next(iter(unanswered), "")
+            unanswered.pop(given, None)
             message = {**message, "tool_call_id": _short_id(given)}
         told.append(message)
     return told

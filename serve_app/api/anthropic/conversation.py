@@ -49,7 +49,7 @@ class ConversationReader:
         self.breakpoints: list[CacheBreakpoint] = []
         self.ignored: set[str] = set()
         self._texts: list[str] = []
-        self._reasoning = ""
+        self._reasoning: list[str] = []
         self._shorter = False
         self._last_ttl_s = 0.0
 
@@ -102,12 +102,13 @@ class ConversationReader:
             content = []  # it said nothing
         if not isinstance(content, list):
             raise InvalidRequest(f"{where} must be a string or a list of blocks.", param=where)
-        began, self._reasoning = len(self.messages), ""
+        began = len(self.messages)
         for number, block in enumerate(content):
             self._add_block(role, block, f"{where}[{number}]", began)
         if self._reasoning or len(self.messages) == began:  # an answer that was cut off, or is empty
             self._turn(role, began)
         self._join()
+        self._reason()
 
     def end_with_breakpoint(self, control: Any) -> None:
         """Add the body's own ``cache_control``, which applies after the last block."""
@@ -131,7 +132,7 @@ class ConversationReader:
                 raise InvalidRequest(f"{path} must be from assistant, its thinking a string.", param=path)
             if not block["thinking"] and block.get("signature"):  # the thought is sealed in it
                 self.ignored.add("messages[].content[].signature")
-            self._reasoning += block["thinking"]
+            self._reasoning.append(block["thinking"])
             return
         if (by := _BY.get(str(kind), role)) != role:
             raise InvalidRequest(f"{path} has the type {kind!r}, which is for {by}, not {role}.", param=path)
@@ -164,13 +165,10 @@ class ConversationReader:
         self._add_breakpoint(block.get("cache_control"), path)
 
     def _turn(self, role: str, began: int) -> None:
-        """Begin a message of the role, unless the last one is its; it gets the reasoning so far."""
+        """Begin a message of the role, unless the last one is its."""
         if len(self.messages) == began or self.messages[-1]["role"] != role:
             self._join()
             self.messages.append({"role": role, "content": ""})
-        if self._reasoning:
-            reasoning, self._reasoning = self.messages[-1].get("reasoning", "") + self._reasoning, ""
-            self.messages[-1].update(reasoning_fields(reasoning))
 
     def _note_unread(self, block: dict[str, Any]) -> None:
         unread = block.keys() - _FIELDS.get(str(block.get("type")), block.keys())
@@ -223,6 +221,13 @@ class ConversationReader:
             self._note_unread(block)
         return "".join(self._text(block, f"{path}[{index}]") for index, block in enumerate(content))
 
+    def _reason(self) -> None:
+        """Add the reasoning of all blocks so far to the last message at once, for the same reason as ``_join``."""
+        if self._reasoning:
+            told = "".join((self.messages[-1].get("reasoning", ""), *self._reasoning))
+            self.messages[-1].update(reasoning_fields(told))
+            self._reasoning.clear()
+
     def _add_text(self, block: dict[str, Any], path: str) -> None:
         self._texts.append(self._text(block, path))
         self._add_breakpoint(block.get("cache_control"), path)
@@ -246,6 +251,7 @@ class ConversationReader:
             raise InvalidRequest(f"{field} has the ttl 1h, and must come before all that have 5m.", param=field)
         self._shorter = self._shorter or ttl_s == TTLS_S["5m"]
         self._join()
+        self._reason()
         as_far = [dict(message) for message in self.messages]
         if as_far and "tool_calls" in as_far[-1]:
             as_far[-1]["tool_calls"] = list(as_far[-1]["tool_calls"])  # the same message may get more calls

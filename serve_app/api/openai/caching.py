@@ -1,6 +1,7 @@
 """OpenAI's explicit prompt caching: marks in a conversation's parts, and how long what they mark is kept."""
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -59,15 +60,16 @@ def marks_in(items: Sequence[Any], ttl: str | None, path: str) -> list[Mark]:
 
     ``ttl``: of marks that say none. ``path``: of the items, for errors.
     """
-    found: list[Mark] = []
+    found: deque[tuple[int, str, int, float]] = deque(maxlen=MAX_MARKS)
     for at, item in enumerate(items):
         for name in _PARTS:
             parts = item.get(name) if isinstance(item, dict) else None
             for number, part in enumerate(parts if isinstance(parts, list) else ()):
                 if isinstance(part, dict) and part.get(MARK) is not None:
                     ttl_s = _ttl_s(part[MARK], ttl, f"{path}[{at}].{name}[{number}].{MARK}")
-                    found.append(Mark(at, {**item, name: parts[: number + 1]}, ttl_s))  # type: ignore[index]
-    return found[-MAX_MARKS:]
+                    found.append((at, name, number, ttl_s))
+    # Only now: every mark's own copy of the parts before it would be a square.
+    return [Mark(at, {**items[at], name: items[at][name][: number + 1]}, ttl_s) for at, name, number, ttl_s in found]
 
 
 def _ttl_s(mark: Any, ttl: str | None, field: str) -> float:

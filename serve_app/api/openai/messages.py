@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 from serve_app.api.as_text import MEDIA, as_text
 from serve_app.api.json_body import CHAT_PARTS, Kinds, Must, Text1024, call_id
 from serve_app.api.openai.caching import MARK
-from serve_app.api.openai.tools import call_for_template
+from serve_app.api.openai.tools import MAX_ARGUMENT_DEPTH, call_for_template
 from serve_app.api.request import reasoning_fields
 from serve_app.errors import InvalidRequest
 
@@ -127,6 +127,7 @@ def joined(
     *,
     kinds: Kinds = CHAT_PARTS,
     fields: frozenset[str] = _PART_FIELDS,
+    depth: int = MAX_ARGUMENT_DEPTH,
 ) -> str:
     """Return the text of a message in parts, joined without a separator. A refusal is text that an assistant said.
 
@@ -153,7 +154,9 @@ def joined(
             continue
         text = part.get(name)
         if isinstance(text, list) and kind == "thinking":
-            text = joined(text, path, ignored)
+            if not depth:
+                raise InvalidRequest(f"{path} must be nested at most {MAX_ARGUMENT_DEPTH} deep.", param=path)
+            text = joined(text, path, ignored, depth=depth - 1)
         if not isinstance(text, str):
             raise InvalidRequest(f'{path} must be made of parts with a "{name}", a string.', param=path)
         (texts if thoughts is None or kind != "thinking" else thoughts).append(text)

@@ -4,9 +4,12 @@ import asyncio
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
+from serve_app.fairness.work import Steps, TenantsLru, TooMuchWorkError, check_wanted
 
 
 @pytest.mark.anyio
@@ -42,3 +45,63 @@ async def test_a_begun_job_keeps_its_thread_when_its_caller_leaves() -> None:
     with pytest.raises(KeyError):
         await last
     assert not ran.is_set()
+
+
+@pytest.mark.anyio
+async def test_a_client_that_leaves_frees_its_thread() -> None:
+    """Work that asks whether it is wanted ends then, also by each counted step; the next job has the thread."""
+    workers = FairWorkers(Shares({}), threads=1)
+
+    def endless(begun: threading.Event, count: bool) -> None:
+        while True:
+            if count:
+                Steps(10).take()
+            else:
+                check_wanted()
+            begun.set()
+
+    for count in (False, True):
+        begun = threading.Event()
+        job = asyncio.create_task(workers.run("a", 1, endless, begun, count))
+        await asyncio.to_thread(begun.wait, 20)
+        job.cancel()
+        assert await asyncio.wait_for(workers.run("b", 1, lambda: 42), 20) == 42
+    check_wanted()  # no job of this thread
+    with pytest.raises(TooMuchWorkError):
+        Steps(10).take(11)
+
+
+@pytest.mark.anyio
+async def test_work_that_took_longer_than_its_bytes_is_charged() -> None:
+    """A tenant whose small bodies take two seconds each waits until the others had as much."""
+    now_s, order, release = 0.0, list[str](), threading.Event()
+    workers = FairWorkers(Shares({}), threads=1, clock=lambda: now_s)
+
+    def slow() -> None:
+        nonlocal now_s
+        now_s += 2.0
+
+    await workers.run("a", 10, slow)
+    await asyncio.sleep(0)
+    gate = asyncio.create_task(workers.run("c", 10, release.wait, 20))
+    await asyncio.sleep(0)
+    jobs = [asyncio.create_task(workers.run(tenant, 16 << 10, order.append, tenant)) for tenant in "a" + 50 * "b"]
+    await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(gate, *jobs)
+    assert order == [*50 * "b", "a"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=60), st.integers(1, 8))
+def test_a_tenant_cannot_push_out_what_another_keeps(puts: list[tuple[str, int]], most: int) -> None:
+    """Who has no more than its part of the places loses nothing; all together have no more than there are."""
+    kept: TenantsLru[int, int] = TenantsLru(most)
+    latest: dict[str, list[int]] = {tenant: [] for tenant in "abc"}
+    for tenant, key in puts:
+        kept.put(tenant, key, key)
+        latest[tenant] = [*(one for one in latest[tenant] if one != key), key]
+        found = {one: [key for key in latest[one] if kept.get(one, key) is not None] for one in latest}
+        assert sum(map(len, found.values())) == len(kept) <= most
+        for one, keys in found.items():
+            assert keys == latest[one][len(latest[one]) - len(keys) :]
+            assert len(keys) >= min(len(latest[one]), most // 3)

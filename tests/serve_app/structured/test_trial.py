@@ -1,0 +1,93 @@
+"""Grammars that take llguidance hours, or end its process: each is a refusal, and nobody else's trouble."""
+
+import io
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.fairness.work import AbandonedError, Job, set_job
+from serve_app.structured.compiler import GrammarError
+from serve_app.structured.grammar import Grammar
+from serve_app.structured.trial import GrammarTrials
+
+OBJECT = Grammar.json_schema({"type": "object"}, "f")
+ENDLESS = Grammar.regex("a?" * 4000 + "a" * 4000, "f")
+
+
+@pytest.fixture(scope="module")
+def trials(demo_model_path: Path) -> Iterator[GrammarTrials]:
+    info = load_checkpoint_info(demo_model_path)
+    made = GrammarTrials(info.path, info.vocab_size, info.eos_token_ids)
+    yield made
+    made.close()
+
+
+def test_a_check_says_what_the_compiler_says(trials: GrammarTrials, compiler: Any) -> None:
+    """Forms, what they leave out, and errors; one process does all of them."""
+    loose = Grammar.json_schema({"type": "string", "format": "password"}, "f")
+    assert [trials.checked(one) for one in (OBJECT, loose)] == [compiler.checked(one) for one in (OBJECT, loose)]
+    (process,) = trials._idle
+    with pytest.raises(GrammarError, match="look-ahead"):
+        trials.checked(Grammar.regex("(?=a)", "f"))
+    assert trials._idle == [process]
+
+
+@pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGSEGV])
+def test_a_grammar_that_ends_its_process_is_refused(trials: GrammarTrials, number: int) -> None:
+    """Of its time by the kernel, or of its stack by llguidance; the next grammar gets another process."""
+    if number == signal.SIGXCPU:
+        with pytest.raises(GrammarError, match="too much work"):
+            trials.checked(ENDLESS)
+    else:
+        trials.checked(OBJECT)
+        os.kill(trials._idle[0]._popen.pid, number)
+        trials._idle[0]._popen.wait()
+        with pytest.raises(GrammarError, match="too much work"):
+            trials.checked(OBJECT)
+    assert trials._idle == []
+    assert trials.checked(OBJECT)[1] == ()
+
+
+def test_a_process_that_was_idle_for_too_long_is_followed_by_another(trials: GrammarTrials) -> None:
+    """It is no refusal; and one that fails otherwise is an error of ours, which nobody remembers as a refusal."""
+    trials.checked(OBJECT)
+    (process,) = trials._idle
+    process._in.close()
+    assert process._popen.wait() == 0
+    process._in = io.BytesIO()
+    assert trials.checked(OBJECT)[1] == ()
+    trials._idle[0]._unsent = b"no setup"
+    with pytest.raises(RuntimeError, match="ended with code 1"):
+        trials.checked(OBJECT)
+
+
+def test_a_check_ends_with_its_client(trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is killed, and its place is free at once."""
+    trials.checked(OBJECT)
+    (process,) = trials._idle
+    job, ended = Job(), threading.Event()
+
+    def check() -> None:
+        set_job(job)
+        try:
+            trials.checked(ENDLESS)
+        except AbandonedError:
+            ended.set()
+        finally:
+            set_job(None)
+
+    thread = threading.Thread(target=check)
+    thread.start()
+    job.abandoned = True
+    assert ended.wait(30)
+    thread.join()
+    assert process._popen.returncode is not None and trials._idle == []
+    monkeypatch.setattr(trials, "_clock", iter([0.0, 100.0]).__next__)
+    with pytest.raises(GrammarError, match="too much work"):
+        trials.checked(ENDLESS)
