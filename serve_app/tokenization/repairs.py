@@ -10,7 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import combinations, groupby, islice, takewhile
+from itertools import combinations, groupby, takewhile
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -232,8 +232,10 @@ def _calls_one_by_one(messages: Sequence[TemplateMessage]) -> list[TemplateMessa
         if len(calls) < 2:
             told.append(message)
             continue
-        results = [*takewhile(lambda one: one["role"] == "tool", islice(messages, index, None))]
-        index += len(results)
+        results: list[TemplateMessage] = []
+        while index < len(messages) and messages[index]["role"] == "tool":
+            results.append(messages[index])
+            index += 1
         by_id: dict[Any, list[TemplateMessage]] = {}
         for result in results:
             by_id.setdefault(result.get("tool_call_id"), []).append(result)
