@@ -152,7 +152,7 @@ CAUSES: dict[MissReason, str] = {
 """Why the text behind a place is computed again."""
 
 _PLACEHOLDER = re.compile(
-    r"\{\{-?\s*([^{}\n]{1,80}?)\s*-?\}\}|\$\{([^{}\n]{1,80})\}|<%=?\s*([^%\n]{1,80}?)\s*%>"
+    r"\{\{-?\s*+([^{}\n]{1,80}?)\s*-?\}\}|\$\{([^{}\n]{1,80})\}|<%=?\s*+([^%\n]{1,80}?)\s*%>"
     r"|%\((\w{1,60})\)[sd]|\{([A-Za-z_][\w.()!:%-]{0,60})\}|\$\((date\b[^()\n]{0,60})\)"
 )
 _NAMES: dict[DifferenceKind, re.Pattern[str]] = {
@@ -176,13 +176,13 @@ _OF_NOW: dict[DifferenceKind, re.Pattern[str]] = {
     ),
     "id": re.compile(
         r"(?:request|session|trace|turn|attempt|message|visit|iteration|conversation|run|thread|user|counter|id|key)"
-        r"[\s=:]*(?:no\.|number|id|#)?[\s=:]*$|#\s*$",
+        r"[\s=:]*+(?:no\.|number|id|#)?[\s=:]*+$|#\s*+$",
         re.I,
     ),
     "user": re.compile(r"\b(?:user|customer|client|account|you|signed in|logged in|assisting|helping)\b", re.I),
 }
 """What stands in a line before a value that will differ in the next request."""
-_ODD_SPACES = re.compile(r"[ \t]+(?=\r?$)|[\u00a0\u2000-\u200d\u2060\ufeff]", re.M)
+_ODD_SPACES = re.compile(r"(?<![ \t])[ \t]++(?=\r?$)|[\u00a0\u2000-\u200d\u2060\ufeff]", re.M)
 
 
 class Written(NamedTuple):

@@ -16,8 +16,8 @@ MOST_GROWTH = 9.0
 """Of the cost, when the size is four times as large: 4 is linear, 16 is quadratic."""
 AGAIN = 4
 """How often a cost that looks wrong is measured; the least counts."""
-MOST_CPU_S = 20.0
-"""Work that takes a thousand times the floor grows faster than any size here allows."""
+MOST_CPU_S = 2.0
+"""Work that takes a hundred times the floor, at a size where the half was cheap, is not measured again."""
 
 
 class _TooLongError(Exception):
@@ -37,6 +37,8 @@ def grows_too_fast(work: Callable[[int], object], most: int, least: int = 16) ->
         small, larger = min(small, _cost(work, size // 4)), min(larger, _cost(work, size))
         if larger <= max(FLOOR_S, MOST_GROWTH * small):
             return ""
+        if larger >= MOST_CPU_S:
+            break
     return f"{small * 1e3:.1f} ms at {size // 4}, {larger * 1e3:.1f} ms at {size}"
 
 

@@ -27,7 +27,7 @@ MAX_TOKENS_AT_ONCE = 4096
 """Most new tokens of one event: servers send one, or some that were drafted or held back."""
 
 REFUSED = "The model's server refuses this request"
-_ADDRESS = re.compile(r"\w+://\S+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
+_ADDRESS = re.compile(r"(?<!\w)\w++://\S+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 
 
 class WorkerGone(Exception):
