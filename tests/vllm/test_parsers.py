@@ -9,7 +9,7 @@ from msgspec import structs
 from tokenizers import AddedToken, Tokenizer
 from vllm.parser.parser_manager import ParserManager
 
-from serve_app.api.format import Choice
+from serve_app.api.format import Choice, are_whole
 from serve_app.api.openai.request import parse_chat
 from serve_app.engine.protocol import FinishReason
 from serve_app.engine.vllm import parsers
@@ -84,6 +84,24 @@ def test_vllms_parsers_read_answers_by_name(tokenizer: PromptTokenizer, tools: s
     assert (plain.text, plain.finish_reason, plain.calls) == ("It rains.", "stop", ())
 
 
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("tools", CALLS)
+def test_a_call_that_is_cut_is_whole_or_told_as_cut(tokenizer: PromptTokenizer, tools: str, step: int) -> None:
+    """Wherever the length ends an answer: values cut short are never told as a whole call's, and earlier calls stay."""
+    readers, whole = AnswerReaders(tokenizer, tools, "none"), [{"city": "Oslo", "days": 2}, {}]
+    seen = set[tuple[bool, ...]]()
+    for end in range(1, len(CALLS[tools])):
+        found = answer(readers, tokenizer, "assistant\n", CALLS[tools][:end], step, "length", tools=[WEATHER, SEARCH])
+        assert found.finish_reason == "length"
+        assert [call.name for call in found.calls] == ["get_weather", "search"][: len(found.calls)]
+        assert not any(call.cut for call in found.calls[:-1])
+        for call, arguments in zip(found.calls, whole, strict=False):
+            assert are_whole(call.arguments) != call.cut
+            assert call.cut or json.loads(call.arguments) == arguments
+        seen.add(tuple(call.cut for call in found.calls))
+    assert (True,) in seen
+
+
 def test_names_are_ours_and_vllms(tokenizer: PromptTokenizer) -> None:
     """An unknown one is refused with the list; so is one with tokens that the tokenizer lacks."""
     check_parser("tool_parser", "kimi_k2")
@@ -106,7 +124,7 @@ def test_parsers_that_are_called_otherwise_are_refused(
 
 
 def test_vllms_parser_is_found_by_what_a_template_writes(demo_model_path: Path, tmp_path: Path) -> None:
-    """It reads the made-up calls back, and a call that is cut at the length is no other call."""
+    """It reads the made-up calls back, and a call that is cut at the length is told as cut."""
     template = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% if m.tool_calls %}@<tool_call>
 {% for c in m.tool_calls %}@<invoke name="{{ c.function.name }}">
@@ -125,7 +143,6 @@ def test_vllms_parser_is_found_by_what_a_template_writes(demo_model_path: Path, 
     text = text.replace("@", "]<]minimax[>[")
     (call,) = answer(readers, tokenizer, "assistant\n", text, 3, tools=[WEATHER]).calls
     assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Oslo"})
-    assert (
-        answer(readers, tokenizer, "assistant\n", text[: text.find("lo")], 1, reason="length", tools=[WEATHER]).calls
-        == ()
-    )
+    cut = answer(readers, tokenizer, "assistant\n", text[: text.find("lo")], 1, reason="length", tools=[WEATHER])
+    assert [(call.name, call.cut) for call in cut.calls] == [("get_weather", True)]
+    assert not are_whole(cut.calls[0].arguments)
