@@ -168,6 +168,50 @@ def test_a_tenant_whose_answers_take_long_still_competes() -> None:
     assert (large.num_preemptions, small.num_preemptions) == (1, 0)
 
 
+class VirtualTime:
+    """A probe of eight places whose steps take 16 ms and their prompt tokens, 4,500 a second. ``now_s``: the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(probe_module, "BLOCKS", 520)
+        monkeypatch.setattr(probe_module, "STEP", 2048)
+        self.now_s, self.probe = 0.0, SchedulerProbe("turns", "shares", "predictions")
+        self._schedule, scheduler = self.probe.scheduler.schedule, self.probe.scheduler
+        for clocked in (scheduler, scheduler._turns, scheduler._turns.shares):
+            monkeypatch.setattr(clocked, "_clock", lambda: self.now_s)
+        monkeypatch.setattr(scheduler, "schedule", self._compute)
+        self._numbers = random.Random(0)
+
+    def _compute(self, *arguments: Any) -> Any:
+        plan = self._schedule(*arguments)
+        self.now_s += 0.016 + sum(tokens for tokens in plan.num_scheduled_tokens.values() if tokens > 1) / 4500.0
+        return plan
+
+    def ask(self, tenant: str, start: list[int], blocks: int, most: int) -> Any:
+        new = [self._numbers.randrange(1, 60) for _ in range(blocks * SIZE - 1)]
+        return self.probe.ask(tenant, start + new, most=most)
+
+    def answer_s(self, clients: int, *, answers: int = 40) -> float:
+        """Return a tenant's median time to four tokens over a long cached prompt, one question after another.
+
+        ``clients``: of another tenant, which send prompts of 1,600 tokens, one after another.
+        """
+        cached, flood, times_s = prompt(60, 40)[:-1], list[Any](), list[float]()
+        for _ in range(answers):
+            asked, from_s = self.ask("calm", cached, 1, 4), self.now_s
+            while not asked.is_finished():
+                flood = [one for one in flood if not one.is_finished()]
+                flood += [self.ask("flood", [], 50, 32) for _ in range(clients - len(flood))]
+                self.probe.step()
+            times_s.append(self.now_s - from_s)
+        return sorted(times_s[answers // 4 :])[answers * 3 // 8]
+
+
+def test_answers_beside_a_flood_take_at_most_twice_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a time of steps that is the same on any machine."""
+    alone, beside = (VirtualTime(monkeypatch).answer_s(clients) for clients in (0, 8))
+    assert alone < beside <= 2 * alone
+
+
 STEPS = st.lists(
     st.one_of(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), st.just("start"), st.just("preempt")),
     min_size=2,

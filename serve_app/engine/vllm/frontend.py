@@ -20,6 +20,7 @@ from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.engine_args import check_drafts, parsed_engine_args
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.refusals import refused_card
+from serve_app.engine.vllm.scheduling.pace import StepClock
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
 
 T = TypeVar("T")
@@ -64,26 +65,6 @@ class Generated:
     queue_s: float
     preemptions: int
     failure: str = ""
-
-
-class StepClock:
-    """The duration of a step that vLLM began before the previous one's end: from that end, or the request's arrival.
-
-    vLLM's own figure is then the time that it still waited for the step.
-    """
-
-    def __init__(self) -> None:
-        self._idle, self._from_s = True, 0.0
-
-    def asked(self, now_s: float) -> None:
-        """Note a request."""
-        if self._idle:
-            self._idle, self._from_s = False, now_s
-
-    def step_s(self, now_s: float, requests: int) -> float:
-        """Return the seconds of the step that ends now; ``requests``: those that run or wait after it."""
-        duration_s, self._from_s, self._idle = now_s - self._from_s, now_s, not requests
-        return duration_s
 
 
 class VllmFrontend:

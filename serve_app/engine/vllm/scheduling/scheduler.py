@@ -6,7 +6,7 @@ capability can be off.
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +24,7 @@ from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.sampling.answers import AnswerGrammars, awaits_grammar, resume
 from serve_app.engine.vllm.sampling.params import ExtraArgs
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
+from serve_app.engine.vllm.scheduling.pace import Pace, StepClock
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
 from serve_app.engine.vllm.scheduling.tenant import (
     HOST_SHARES,
@@ -70,6 +71,9 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             self._turns = TenantTurns(
                 self.max_num_scheduled_tokens, self.max_num_active_reqs, pool.num_gpu_blocks - 1, self._blocks_for
             )
+        self._pace, self._step_clock, self._clock = Pace(), StepClock(), time.monotonic
+        self._under_way = 0
+        """Steps that are scheduled and have not ended."""
         self._plan = Plan()
         self._ranked = False
         self._yielding: set[str] = set()
@@ -111,6 +115,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         """Return vLLM's next step; competing tenants get the tokens and starts of their turns, what yields the rest."""
         if self._turns is None:
             return self._resumed(super().schedule(*arguments, **named))
+        self._step_clock.asked(self._clock())
+        self._under_way += 1
         self._yielding &= self.requests.keys()
         contested = self._turns.shares.contested or bool(self._yielding)
         if contested or self._ranked:
@@ -118,7 +124,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         if contested:
             in_use = {account.tenant: account.held - account.idle for account in self._shares.all()}
             ready = [request for request in self.waiting.in_order() if not awaits_grammar(request)]
-            self._plan = self._turns.plan(self.running, ready, in_use, self)
+            self._plan = self._turns.plan(self.running, ready, in_use, self, self._pace.gentle_tokens)
             self.waiting.chosen = self._plan.starts
             for request in filter(self._request_blocks_can_be_freed, self._plan.preempted):
                 self.running.remove(request)  # it starts again in a later step at the earliest
@@ -141,6 +147,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Return a step's tokens for its requests; those that failed end with the reason."""
+        if self._turns is not None:
+            self._note_time(scheduler_output.num_scheduled_tokens)
         nans = model_runner_output.num_nans_in_logits or {}
         failed = {name: f"failed: {NOT_NUMBERS}" for name, number in nans.items() if number}
         if (grammars := self.structured_output_manager.backend) is not None:
@@ -157,6 +165,21 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             )
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last)
         return outputs
+
+    def _note_time(self, scheduled: Mapping[str, int]) -> None:
+        """Note how long the step that ends now took. ``scheduled``: the numbers of its tokens by request."""
+        self._under_way -= 1
+        took_s = self._step_clock.step_s(self._clock(), self._under_way)
+        prompt_tokens = answers = 0
+        for name, tokens in scheduled.items():
+            request = self.requests.get(name)
+            # Answers that begin again, after a preemption or elsewhere, are computed like prompts.
+            if tokens > 1 + self.num_spec_tokens or (request is not None and not request.num_output_tokens):
+                prompt_tokens += tokens
+            else:
+                answers += 1
+        if scheduled:
+            self._pace.stepped(prompt_tokens, took_s, answers=answers > 0)
 
     def reset_prefix_cache(self, *arguments: Any, **named: Any) -> bool:
         """Drop all blocks, or none while one is in use."""

@@ -1,8 +1,9 @@
 """Prompt tokens and starting requests of a step of vLLM while tenants compete.
 
-Uncached prompt tokens go by turns (``FairQueue``), within a tenant in the order of its queue; a tenant with more than
-the mean recent use gets 512 a step. Slots and blocks go by the rule of ``fairness.verdict``. Requests that yield
-(``flex``) prefill with what others leave, and give up their places to them. Reads vLLM's requests and changes none.
+Uncached prompt tokens go by turns (``FairQueue``), within a tenant in the order of its queue. A tenant with more than
+the mean recent use gets 512 a step, and beside others' requests a part of the time of their answers (``Pace``). Slots
+and blocks go by the rule of ``fairness.verdict``. Requests that yield (``flex``) prefill with what others leave, and
+give up their places to them. Reads vLLM's requests and changes none.
 """
 
 import time
@@ -21,6 +22,9 @@ from serve_app.fairness.shares import Budget, Shares, Verdict, verdict
 
 BESIDE_TOKENS = 64
 """Prompt tokens that yield in a step with others: so few that they hardly make it longer, as it reads all weights."""
+
+SOON_S = 0.2
+"""So long after a tenant's answer a flood still leaves room for its next request: many clients ask again at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class TenantTurns:
         self._clock = clock
         self._others_s = -inf
         """When a request that does not yield was last seen."""
+        self._served_s: dict[str, float] = {}
+        """When a step last had requests of each tenant that do not yield, within ``SOON_S``."""
         self._max_tokens = max_tokens
         self._places = places
         self._blocks = blocks
@@ -87,8 +93,17 @@ class TenantTurns:
         tokens = min(request.num_prompt_tokens + request.max_tokens, request.num_tokens + more)
         return self._blocks_for(tokens)
 
-    def plan(self, running: Collection[Any], waiting: Iterable[Any], in_use: Mapping[str, int], pool: Pool) -> Plan:
+    def plan(
+        self,
+        running: Collection[Any],
+        waiting: Iterable[Any],
+        in_use: Mapping[str, int],
+        pool: Pool,
+        gentle_tokens: int = LEAST_STEP_TOKENS,
+    ) -> Plan:
         """Return the next step's plan. ``waiting``: in their order; ``in_use``: blocks by tenant.
+
+        ``gentle_tokens``: those of a flood in a step beside others' requests.
 
         Requests with a priority below 0 are copies of KV, which go first without limits.
         """
@@ -96,7 +111,8 @@ class TenantTurns:
         lines: dict[str, deque[Any]] = {}
         yielding: dict[str, deque[Any]] = {}
         decodes: Counter[str] = Counter()
-        beside = False
+        answering: set[str] = set()
+        unstarted = 0
         runs = set(map(tenant_of, running))
         for tenant, blocks in in_use.items():
             step.blocks.take(tenant if tenant in runs else "", blocks)  # with pins alone it may start all that fits
@@ -110,32 +126,41 @@ class TenantTurns:
             step.blocks.take(tenant, reserved)
             if yields(request):
                 step.able.append((request, held + reserved))
-            beside |= not yields(request)
             if request.is_prefill_chunk:
                 step.plan.limits[request.request_id] = 0
                 step.left[request.request_id] = request.num_tokens - request.num_computed_tokens
                 (yielding if yields(request) else lines).setdefault(tenant, deque()).append(request)
             else:
                 decodes[tenant] += 1 + len(request.spec_token_ids)
+                if not yields(request):
+                    answering.add(tenant)
         for request in waiting:
             if request.priority < 0:
                 step.plan.starts.append(request)
             else:
                 (yielding if yields(request) else lines).setdefault(tenant_of(request), deque()).append(request)
+                unstarted += not yields(request)
         for tenant in lines.keys() | yielding.keys() | decodes.keys():
             self.shares.touch(tenant)
-        if beside := beside or bool(lines):
+        if beside := bool(lines or answering):
             self._others_s = self._clock()
         queue = self._fair_queue
         queue.begin(lines, decodes)
+        heavy = set(filter(queue.is_heavy, lines))
+        starts = len(running) < self._places or bool(step.able)
+        served = answering | {tenant for tenant in lines if tenant not in heavy and (starts or tenant in runs)}
+        now_s = self._clock()
+        recent = {tenant: at_s for tenant, at_s in self._served_s.items() if now_s - at_s < SOON_S}
+        self._served_s = recent | dict.fromkeys(served, now_s)
         # What others ask meanwhile waits for this step, for the one that vLLM schedules during it, and for its own.
-        most = {tenant: LEAST_STEP_TOKENS for tenant in lines if queue.is_heavy(tenant)}
+        most = {tenant: gentle_tokens if self._served_s.keys() - {tenant} else LEAST_STEP_TOKENS for tenant in heavy}
         left = self._max_tokens - decodes.total()
         queue.hand_out(left, step.serve, most)
+        step.denied |= sum(not request.priority < 0 for request in step.plan.starts) < unstarted
         if yielding:
             left -= sum(step.plan.limits.values())
             if beside:
-                left = min(left, BESIDE_TOKENS)
+                left = min(left, BESIDE_TOKENS, gentle_tokens)
             elif self._clock() - self._others_s < ALONE_AFTER_S:
                 left = min(left, LEAST_STEP_TOKENS)  # who comes waits for the end of this step, and of the next one
             for one in step.plan.preempted:

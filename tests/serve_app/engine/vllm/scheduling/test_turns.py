@@ -42,8 +42,8 @@ class Turns(TenantTurns):
         for tenant in "abc":
             self.shares.touch(tenant)
 
-    def step(self, running: list[Any], waiting: list[Any], **in_use: int) -> Plan:
-        return self.plan(running, waiting, in_use, self)
+    def step(self, running: list[Any], waiting: list[Any], gentle: int = 512, **in_use: int) -> Plan:
+        return self.plan(running, waiting, in_use, self, gentle)
 
     def need_of(self, request: Any) -> Need:
         tokens = request.num_tokens - 100
@@ -103,6 +103,78 @@ def test_a_flood_fills_no_long_step_beside_others() -> None:
     for _ in range(2000):  # the other's use is forgotten
         turns.step([asked("a", "a", 1)], [])
     assert sum(turns.step(flood, []).limits.values()) == 4096
+
+
+def test_a_flood_is_gentle_beside_others() -> None:
+    """Beside an answer, or a prompt that is computed, and just after; not beside work that yields or has no place."""
+    now_s = 0.0
+    turns, flood = Turns(4096, 9000, lambda: now_s), [asked(f"a{i}", "a", 9000) for i in range(4)]
+    answer, own = asked("b", "b", 0), asked("a", "a", 0)
+    flex = asked("flex", "b", 0, order=YIELDING_ORDER)
+    full = [asked(f"o{i}", "a", 0) for i in range(4)]
+
+    def sent(running: list[Any], *waiting: Any) -> int:
+        limits = turns.step(running, [*waiting], gentle=30).limits
+        return sum(tokens for name, tokens in limits.items() if name[0] == "a")
+
+    turns.step(flood, [asked("b", "b", 40)])
+    for _ in range(5):
+        assert sent([*flood, answer]) == 30
+        now_s += 0.1
+        assert sent([*flood, own]) == 30
+        now_s += 0.2
+        assert sent([*flood, own]) == 512
+        assert sent(flood, asked("c", "c", 40)) == 30
+        now_s += 1.0
+        assert sent([*flood, flex]) == 512
+        assert sent([*flood, *full], asked("late", "b", 900)) == 512
+
+
+@given(
+    steps=st.lists(st.tuples(REQUESTS, REQUESTS, st.sampled_from([0.0, 0.1, 0.5])), min_size=1, max_size=6),
+    gentle=st.integers(16, 512),
+)
+def test_only_what_has_more_than_the_mean_is_gentle(
+    steps: list[tuple[list[tuple[str, int]], list[tuple[str, int]], float]], gentle: int
+) -> None:
+    """The rule, over an account of each tenant's use that is kept here. Others lose nothing by it."""
+    now_s, used, answered_s = 0.0, Counter[str](), dict[str, float]()
+    turns = Turns(8192, 9000, lambda: now_s)
+    for running, waiting, later_s in steps:
+        now_s += later_s
+        runs = [asked(f"r{i}", *item) for i, item in enumerate(running[:8])]
+        waits = [asked(f"w{i}", tenant, tokens + 1) for i, (tenant, tokens) in enumerate(waiting)]
+        answers = Counter(tenant_of(request) for request in runs if not request.is_prefill_chunk)
+        answered_s |= dict.fromkeys(answers, now_s)
+        asks = Counter[str]()
+        for request in (*runs, *waits):
+            asks[tenant_of(request)] += request.num_tokens - 100
+        used = Counter({tenant: 0.99 * n for tenant, n in used.items() if n >= 1})  # type: ignore[misc]
+        for tenant, number in answers.items():
+            used[tenant] += 8 * number
+        mean = sum(used.values()) / max(1, len(used))
+        plan, sent = turns.step(runs, waits, gentle=gentle), Counter[str]()
+        for request in (*runs, *waits):
+            sent[tenant_of(request)] += plan.limits.get(request.request_id, 0)
+        heavy = {tenant for tenant in asks if used[tenant] > mean}
+        for tenant in heavy & sent.keys():
+            soon = any(other != tenant and now_s - at_s < 0.2 for other, at_s in answered_s.items())
+            assert sent[tenant] <= (gentle if soon else 512)
+        if len(runs) + len(waits) <= 7:  # there is room for all
+            for tenant in asks.keys() - heavy:
+                assert sent[tenant] == asks[tenant]
+        used += sent
+
+
+def test_flex_work_does_not_start_beside_a_flood_that_waits() -> None:
+    """The flood's prompts that wait for their turn are others' too."""
+    turns = Turns(4096, 9000)
+    flood = [asked(f"a{i}", "a", 9000) for i in range(3)]
+    turns.step(flood[:1], [])
+    flex = asked("flex", "c", 900, order=YIELDING_ORDER)
+    plan = turns.step([asked("b", "b", 0), flood[0]], [*flood[1:], flex], gentle=30)
+    assert (names(plan), plan.limits) == ([], {"a0": 30})
+    assert names(turns.step([asked("b", "b", 0), flood[0]], [flex], gentle=30)) == ["flex"]
 
 
 def test_places_and_blocks_are_left_to_others() -> None:
