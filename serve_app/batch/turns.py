@@ -2,8 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 
 from serve_app.batch.batches import QueuedBatch
@@ -19,8 +20,9 @@ class Turns:
     """The order of an ingress' queue. ``clock``: in seconds, and never set back."""
 
     clock: Callable[[], float] = time.monotonic
-    _since_s: dict[str, float] = field(default_factory=dict)
-    """By tenant in the queue, when it came or its last turn ended."""
+    _numbers: Iterator[int] = field(default_factory=count)
+    _waits: dict[str, int] = field(default_factory=dict)
+    """By tenant in the queue, the number that it drew when it came or its last turn ended."""
     _rests: dict[str, float] = field(default_factory=dict)
     """By tenant or batch, until when."""
     _failures: Counter[str] = field(default_factory=Counter)
@@ -29,10 +31,14 @@ class Turns:
         """Return the queue by turns: first of the tenants that have waited longest, then the oldest of each."""
         tenants, batches = {one.tenant for one in queue}, {one.batch_id for one in queue}
         now_s, known = self.clock(), tenants | batches
-        self._since_s = {name: self._since_s.get(name, now_s) for name in tenants}
+        self._waits = {name: number for name, number in self._waits.items() if name in tenants}
+        oldest_first = sorted(queue, key=lambda one: one.created_at)
+        for one in oldest_first:
+            if one.tenant not in self._waits:
+                self._waits[one.tenant] = next(self._numbers)
         self._rests = {name: until_s for name, until_s in self._rests.items() if name in known and until_s > now_s}
-        self._failures = Counter({name: count for name, count in self._failures.items() if name in batches})
-        return sorted(queue, key=lambda one: (self._since_s[one.tenant], one.created_at))
+        self._failures = Counter({name: times for name, times in self._failures.items() if name in batches})
+        return sorted(oldest_first, key=lambda one: self._waits[one.tenant])
 
     def rests(self, *names: str) -> bool:
         """Return whether one of these tenants or batches rests."""
@@ -41,7 +47,7 @@ class Turns:
 
     def ended(self, tenant: str) -> None:
         """Let a tenant wait behind all others: its turn has ended."""
-        self._since_s[tenant] = self.clock()
+        self._waits[tenant] = next(self._numbers)
 
     def is_over(self, begun_s: float) -> bool:
         """Return whether a turn has lasted for its time."""

@@ -445,7 +445,9 @@ class BatchWorker:
         request_id = f"req_{secrets.token_hex(12)}"
         faults = 0
         try:
-            while not run.leaving.is_set():
+            while True:
+                if run.leaving.is_set() and not faults:
+                    return
                 # What failed twice may have waited for others all the time.
                 waits = number != run.urgent and faults < MAX_FAULTS - 1
                 try:
@@ -456,14 +458,16 @@ class BatchWorker:
                 faults += said.status >= 500 and said.retry_after_s is None
                 if said.retry_after_s is None and (said.status < 500 or faults == MAX_FAULTS):
                     break
-                pause_s = said.retry_after_s or faults
-                if pause_s > LONGEST_PAUSE_S:
-                    self.turns.rest(run.tenant if said.own_limit else batch.id, pause_s)
+                if said.retry_after_s is None:
+                    await asyncio.sleep(faults)
+                    continue
+                if said.retry_after_s > LONGEST_PAUSE_S:
+                    self.turns.rest(run.tenant if said.own_limit else batch.id, said.retry_after_s)
                     self._leave(run)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(run.leaving.wait(), pause_s)
-            else:
-                return
+                    await asyncio.wait_for(run.leaving.wait(), said.retry_after_s)
+                if run.leaving.is_set():
+                    return
         finally:
             if number == run.urgent:
                 run.urgent = None

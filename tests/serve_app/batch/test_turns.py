@@ -5,14 +5,91 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve_app.batch import turns, worker
-from serve_app.batch.batches import Batches, StoredBatch
+from serve_app.batch.batches import Batches, QueuedBatch, StoredBatch
 from serve_app.batch.worker import Said
 from serve_app.errors import Overloaded
 from tests.serve_app.batch.world import World, said
 
 DAY_S = 86_400.0
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["come", "go", "end", "rest", "fail", "work", "refresh"]), NAMES,
+                          st.sampled_from([1.0, 50.0, 1e6])), max_size=40))  # fmt: skip
+def test_turns_are_those_of_a_plain_queue(events: list[tuple[str, str, float]]) -> None:
+    """Who has waited longest is first, its oldest batch before its others; rests end in time, or with limits."""
+    now_s = 0.0
+    turns_ = turns.Turns(lambda: now_s)
+    queue: list[QueuedBatch] = []
+    waiting: list[str] = []
+    until_s, failures = dict[str, float](), Counter[str]()
+    for number, (what, tenant, seconds) in enumerate(events):
+        now_s += seconds % 7
+        own = [one for one in queue if one.tenant == tenant]
+        if what == "come":
+            queue.insert(number % (len(queue) + 1), QueuedBatch(tenant, f"{tenant}{number}", now_s))
+            waiting += [tenant] * (tenant not in waiting)
+        elif what == "go" and own:
+            queue.remove(own[0])
+            failures.pop(own[0].batch_id, None)
+            until_s.pop(own[0].batch_id, None)
+            if len(own) == 1:
+                waiting.remove(tenant)
+                until_s.pop(tenant, None)
+        elif what == "end" and own:
+            turns_.ended(tenant)
+            waiting.remove(tenant)
+            waiting.append(tenant)
+        elif what == "rest" and own:
+            turns_.rest(tenant, seconds)
+            until_s[tenant] = max(until_s.get(tenant, 0.0), now_s + min(seconds, turns.MOST_REST_S))
+        elif what == "fail" and own:
+            name = own[0].batch_id
+            turns_.failed(name)
+            rest_s = min(turns.MOST_REST_S, turns.LEAST_REST_S * 2 ** failures[name])
+            until_s[name] = max(until_s.get(name, 0.0), now_s + rest_s)
+            failures[name] += 1
+        elif what == "work" and own:
+            turns_.worked(own[0].batch_id)
+            failures.pop(own[0].batch_id, None)
+        elif what == "refresh":
+            turns_.refresh()
+            until_s.clear()
+        assert turns_.order(queue) == sorted(queue, key=lambda one: (waiting.index(one.tenant), one.created_at))
+        for name in {name for one in queue for name in (one.tenant, one.batch_id)}:
+            assert turns_.rests(name) == (until_s.get(name, -1.0) > now_s), name
+
+
+def test_tenants_have_as_many_turns_as_each_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there are places, with one batch or several, whose lines all wait; and for each its time."""
+    monkeypatch.setattr(worker, "MAX_RUNNING", 2)
+
+    async def run() -> None:
+        one, had = world.ingress(), Counter[str]()
+        ended = turns.Turns.ended
+
+        def counted(of: turns.Turns, tenant: str) -> None:
+            had[tenant] += 1
+            ended(of, tenant)
+
+        monkeypatch.setattr(turns.Turns, "ended", counted)
+        world.quiet = False
+        names = [f"tenant-{at}" for at in range(5)]
+        for name in names:
+            for _ in range(1 + 3 * (name == "tenant-0")):
+                await one.submit(name, 3, window_s=80_000.0)
+        one.start()
+        rounds = 6
+        await asyncio.sleep(rounds * turns.TURN_S * len(names) / 2)
+        assert set(had) == {*names} and max(had.values()) - min(had.values()) <= 1, had
+        assert rounds - 2 <= min(had.values()) <= rounds
+        await one.worker.stop()
+
+    world.run(run())
 
 
 def test_tenants_with_spent_budgets_take_no_places(world: World) -> None:

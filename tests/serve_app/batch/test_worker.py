@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from serve_app.batch.worker import BatchWorker, Said
 from serve_app.errors import NotFound, Overloaded
 from tests.serve_app.batch import kills
 from tests.serve_app.batch.kills import LINES, TENANTS, ended, judged, opened, submitted
+from tests.serve_app.batch.plays import MOVED, REPLACED, STEADY, few, of, played
+from tests.serve_app.batch.world import World
 
 KILLS = 40
 FEW = 40
@@ -29,6 +32,83 @@ async def until(met: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(60):
         while not await met():  # noqa: ASYNC110  # other processes decide
             await asyncio.sleep(0.05)
+
+
+@few
+@of(STEADY)
+def test_each_line_is_answered_once(events: Any) -> None:
+    """Whatever the tenants' limits and other work do; one that the server fails at is asked for three times."""
+    played(events)
+
+
+@few
+@of(STEADY, REPLACED)
+def test_a_line_with_a_result_is_asked_for_no_more(events: Any) -> None:
+    """Whoever dies or stops; what was in progress is continued by others."""
+    played(events)
+
+
+@few
+@of(STEADY, REPLACED, MOVED)
+def test_each_line_has_one_result_with_any_clocks(events: Any) -> None:
+    """Though two processes may run a batch for a moment; and nothing of it stays behind."""
+    played(events)
+
+
+def test_a_batch_whose_lines_rest_counts_all_that_are_answered(world: World) -> None:
+    """Lines end while its row is written, which takes its time."""
+
+    async def run() -> None:
+        one = world.ingress()
+        batch = await one.submit("acme", 30)
+        one.objects.before = lambda number: asyncio.sleep(0.3)
+        one.start()
+        await world.until(lambda: asyncio.sleep(0, world.kept.total() >= 12), 100)
+        world.quiet = False
+        await asyncio.sleep(20 * worker.TICK_S)
+        one.objects.before = None
+        found = await one.batches.get("acme", batch.id)
+        assert found.completed == len(await one.batches.done("acme", found)) == world.kept.total() < 30
+        await one.worker.stop()
+
+    world.run(run())
+
+
+@pytest.mark.parametrize("count", [1, 7, 20])
+def test_a_late_batch_keeps_up_with_its_time(count: int, world: World) -> None:
+    """While others let nothing start: nothing before its half, then as many lines as of its time are over."""
+    world.quiet, most_s = False, 1000.0
+
+    async def run() -> None:
+        one = world.ingress()
+        await one.submit("acme", count, window_s=most_s)
+        begun_s = world.loop.time()
+        one.start()
+        for over_s in range(40, 1000, 50):
+            await asyncio.sleep(begun_s + over_s - world.loop.time())
+            wanted = ceil(count * over_s / most_s) if over_s > most_s / 2 else 0
+            assert world.asked.total() == wanted, over_s
+        assert not any(world.waits)
+        await one.worker.stop()
+
+    world.run(run())
+
+
+def test_a_line_that_the_server_fails_at_is_asked_for_three_times(world: World) -> None:
+    async def run() -> None:
+        one = world.ingress()
+
+        async def answer(tenant: str, prompt: str) -> Said:
+            return Said(500 if prompt == "1" else 200, b"{}")
+
+        world.answer = answer  # type: ignore[method-assign]
+        batch = await one.submit("acme", 3)
+        one.start()
+        await world.until_ended(one, ("acme", batch))
+        await one.worker.stop()
+        assert [world.asked["acme", str(at)] for at in range(3)] == [1, 3, 1]
+
+    world.run(run())
 
 
 def test_killed_runners_lose_and_repeat_no_line(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from serve_app.batch.batches import Batches, StoredBatch, new_id
+from serve_app.batch.batches import Batches, LineResult, StoredBatch, new_id
 from serve_app.batch.files import File, Files
 from serve_app.batch.worker import BatchWorker, Said
+from serve_app.errors import InvalidRequest
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
 from serve_app.stored import StorageLimits, StoredObjects, open_database
@@ -21,7 +22,7 @@ from tests.serve_app.replica.loops import VirtualTimeLoop
 T = TypeVar("T")
 
 EPOCH_S = 1_800_000_000.0
-URL = "/v1/completions"
+URL, MESSAGES = "/v1/completions", "/v1/messages"
 
 
 class Died(BaseException):
@@ -95,8 +96,20 @@ class Mortal(StoredObjects):
         return await super()._run(tenant, work)
 
 
+@dataclass(frozen=True)
+class Watched(Batches):
+    """Counts in ``kept`` the lines whose results are stored."""
+
+    kept: Counter[tuple[str, str]]
+
+    async def keep(self, tenant: str, batch: StoredBatch, number: int, result: LineResult) -> bool:
+        new = await super().keep(tenant, batch, number, result)
+        self.kept[batch.id, result.custom_id] += 1
+        return new
+
+
 class Ingress:
-    """One process. ``answer``: to (tenant, prompt); ``asked``: lines by tenant and prompt."""
+    """One process, as its world sees it."""
 
     def __init__(self, world: "World", name: str) -> None:
         self.world = world
@@ -104,7 +117,7 @@ class Ingress:
         database._execute("PRAGMA synchronous = OFF")  # type: ignore[union-attr]  # no machine dies here
         self.objects = Mortal(database, b"s" * 32, AtOnce(world.meter), world.bounds)
         self.files = Files(self.objects)
-        self.batches = Batches(self.objects, self.files)
+        self.batches = Watched(self.objects, self.files, world.kept)
         self.worker = BatchWorker(
             self.batches, name, self._ask, self._knows, lambda *_: world.quiet, lambda: 8, lambda: 2,
             clock=world.loop.time,
@@ -128,13 +141,21 @@ class Ingress:
         await self.worker.stop()
 
     async def upload(
-        self, tenant: str, content: bytes, life_s: float | None = None, purpose: str = "batch", part: int = 4096
+        self,
+        tenant: str,
+        content: bytes,
+        life_s: float | None = None,
+        purpose: str = "batch",
+        part: int = 4096,
+        fails_at: int | None = None,
     ) -> File:
-        """Do what the route does for an upload that arrives in parts."""
+        """Do what the route does for an upload that arrives in parts. ``fails_at``: the form is wrong at a byte."""
 
         async def parts() -> AsyncIterator[bytes]:
             for at in range(0, len(content), part):
                 await asyncio.sleep(0.01)
+                if fails_at is not None and at >= fails_at:
+                    raise InvalidRequest("The form is wrong.")
                 yield content[at : at + part]
 
         name, size = await self.files.write(tenant, parts(), self.objects.ttl_s, await self.batches.room(tenant))
@@ -164,6 +185,22 @@ class Ingress:
         prompts = [str(at) for at in range(lines)] if isinstance(lines, int) else lines
         return await self.batch(tenant, await self.upload(tenant, content_of(prompts)), **fields)
 
+    async def messages(self, tenant: str, prompts: Sequence[str]) -> StoredBatch:
+        """Do what the route of Anthropic's API does."""
+        content, now_s = content_of(prompts, MESSAGES), self.objects.now_s()
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield content
+
+        name, size = await self.files.write(tenant, parts(), self.objects.ttl_s, await self.batches.room(tenant))
+        batch = StoredBatch(
+            id=new_id("msgbatch_", now_s), endpoint=MESSAGES, content=name, size=size, created_at=now_s,
+            expires_at=now_s + 3600.0, owns_content=True, total=len(prompts),
+        )  # fmt: skip
+        await self.batches.create(tenant, batch)
+        self.worker.wake()
+        return batch
+
     async def results(self, tenant: str, batch: StoredBatch) -> dict[str, list[dict[str, Any]]]:
         """Return the lines of the output and of the error file of a batch that has ended."""
         found = {}
@@ -171,6 +208,11 @@ class Ingress:
             text = await self.read(tenant, file_id) if file_id else b""
             found[kind] = [json.loads(line) for line in text.splitlines()]
         return found
+
+    async def message_results(self, tenant: str, batch: StoredBatch) -> list[dict[str, Any]]:
+        """Return the lines of the results of a message batch that has ended."""
+        chunks = [chunk async for chunk in self.files.content(tenant, batch.results, batch.results_size)]
+        return [json.loads(line) for line in b"".join(chunks).splitlines()]
 
 
 @dataclass
@@ -185,6 +227,8 @@ class World:
     unknown: set[str] = field(default_factory=set)
     asked: Counter[tuple[str, str]] = field(default_factory=Counter)
     waits: list[bool] = field(default_factory=list)
+    kept: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By id of the batch and custom_id, how often a result was stored."""
     meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:

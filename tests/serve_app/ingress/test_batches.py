@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import openai
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
@@ -19,14 +21,17 @@ from openai import AsyncOpenAI, OpenAI
 
 from serve_app.batch import files as files_module
 from serve_app.batch import worker
+from serve_app.batch.batch_file import APIS
 from serve_app.batch.batches import Batches, StoredBatch
 from serve_app.batch.files import Files
 from serve_app.config.tenants import TenantConfig
+from serve_app.errors import LimitReason, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
 from serve_app.ingress.batches import BatchDesk, ModelGate
 from serve_app.stored import StoredObjects, open_database
+from serve_app.tenants import Tenant
 from tests.serve_app.ingress.scripted import BOUNDS, PATIENCE_S, Place, Script, scripted
 
 KEYS = {"acme": "wp-acme", "globex": "wp-globex"}
@@ -484,6 +489,79 @@ def test_all_calls_of_anthropics_client_for_files(claude: Anthropic, client: Ope
     with pytest.raises(anthropic.NotFoundError, match="There is no file") as missing:
         claude.beta.files.retrieve_metadata(made[0].id)
     assert missing.value.type == "not_found_error"
+
+
+def test_lists_go_on_after_what_was_deleted(claude: Anthropic, client: OpenAI, script: Script) -> None:
+    """The loop that deletes all it sees meets each once, in every list of both APIs."""
+    files = [client.files.create(file=b"x", purpose="evals").id for _ in range(7)]
+    seen = [(one.id, client.files.delete(one.id).deleted) for one in client.files.list(purpose="evals", limit=2)]
+    assert seen == [(name, True) for name in reversed(files)]
+    files = [client.files.create(file=b"x", purpose="evals").id for _ in range(7)]
+    seen = [
+        (one.id, client.files.delete(one.id).deleted)
+        for one in client.files.list(purpose="evals", limit=3, order="asc")
+    ]
+    assert seen == [(name, True) for name in files]
+    uploads = [claude.beta.files.upload(file=b"x").id for _ in range(5)]
+    mine = {"purpose": "user_data"}
+    found = [one.id for one in claude.beta.files.list(limit=2, extra_query=mine) if claude.beta.files.delete(one.id)]
+    assert found[:5] == uploads[::-1] and not [*claude.beta.files.list(extra_query=mine)]
+    made = [claude.messages.batches.create(requests=[message("a")]) for _ in range(5)]
+    for batch in made:
+        ended(claude, batch)
+    gone = []
+    for one in claude.messages.batches.list(limit=2):
+        claude.messages.batches.delete(ended(claude, one).id)
+        gone.append(one.id)
+    assert gone[:5] == [batch.id for batch in reversed(made)] and not [*claude.messages.batches.list()]
+    batches = [until(client, begin(client, line("a"))).id for _ in range(2)]
+    assert [one.id for one in client.batches.list(limit=1)][:2] == batches[::-1]
+
+
+def test_uploads_at_once_take_no_more_than_their_room(
+    client: OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch, database: Path
+) -> None:
+    """One of six that would each fit alone arrives, and nothing of the others stays."""
+    client.files.list()
+
+    async def taken() -> int:
+        objects = StoredObjects(open_database(None, database, BOUNDS), b"s" * 32, FairWorkers(Shares({})), BOUNDS)
+        return await objects.taken("acme")
+
+    before, size = asyncio.run(taken()), 3 << 20
+    monkeypatch.setattr(StoredObjects, "max_bytes", before + (5 << 20))
+    monkeypatch.setattr(files_module, "CHUNK_BYTES", 64 << 10)
+
+    def upload(seed: int) -> str:
+        try:
+            return client.files.create(file=Random(seed).randbytes(size), purpose="evals").id
+        except openai.APIStatusError as refused:
+            assert (refused.status_code, refused.code) == (413, "storage_limit_exceeded")
+            return ""
+
+    with ThreadPoolExecutor(6) as threads:
+        (arrived,) = filter(None, threads.map(upload, range(6)))
+    assert before + size <= asyncio.run(taken()) <= before + size + (64 << 10)
+    assert client.files.delete(arrived).deleted
+    assert asyncio.run(taken()) <= before
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, RESPONSE, "/v1/messages"])
+@pytest.mark.parametrize("limit", ["budget", "tokens_per_minute", "max_queued_requests"])
+def test_a_refusal_by_a_tenants_own_limit_is_known_in_each_apis_shape(limit: str, path: str, tmp_path: Path) -> None:
+    """It would refuse each of the tenant's lines; one by a full server would not."""
+    objects = StoredObjects(open_database(None, tmp_path / "db", BOUNDS), b"s" * 32, FairWorkers(Shares({})), BOUNDS)
+    desk = BatchDesk(objects, "ingress", lambda: {"acme": Tenant("acme")})
+    error = RateLimited("no", retry_after_s=70.0, reason=LimitReason("ingress", limit))
+    answer = APIS[path][1]().error(error, "req")
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 429, "headers": [(b"retry-after", b"70")]})
+        await send({"type": "http.response.body", "body": msgspec.json.encode(answer.body)})
+
+    desk.application = application
+    said = asyncio.run(desk._ask("acme", path, b"{}", "req", True))
+    assert (said.status, said.retry_after_s, said.own_limit) == (429, 70.0, limit != "max_queued_requests")
 
 
 def test_a_cancelled_message_batch_says_which_were_not_asked_for(claude: Anthropic, script: Script) -> None:
