@@ -178,7 +178,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     )
     enable_docs: bool | None = Field(
         None,
-        description="serve /openapi.json, and /docs with a script from a CDN; default: only without tenants; beside "
+        description="serve /openapi.json, and /docs, which shows it to people; default: only without tenants; beside "
         "them a key opens /openapi.json",
     )
     otlp_endpoint: str | None = Field(

@@ -62,12 +62,15 @@ export async function problemOf(response, which = "chat") {
   if (response.status === 401 && !keyOf(which)) return askForKey(); // the server's message is for programs
   try {
     const said = (await response.json()).error?.message;
-    if (said) return String(said).slice(0, 600);
+    if (said) return inHere(String(said).slice(0, 600));
   } catch {
     // Not JSON: a proxy answered.
   }
   return `The server answered ${response.status} ${response.statusText}`.trim() + ".";
 }
+
+/** A message about a key, without what programs do with it: a reader has a field for it. */
+const inHere = (said) => said.replace(/[;,] send (?:it|a valid one|the key) as `Authorization: Bearer KEY`/, `. ${askForKey().slice(0, -1)}`);
 
 const MAX_EVENT_CHARACTERS = 32 << 20;
 

@@ -34,6 +34,9 @@ export const plural = (number, word) => `${count(number)} ${word}${number === 1 
 export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
+/** Money, down to what a token costs. */
+export const money = (value) => value.toLocaleString("en", value && Math.abs(value) < 1 ? { maximumSignificantDigits: 2 } : { maximumFractionDigits: value < 10 ? 4 : 2 });
+
 /** A rate: few digits. */
 export const number = (value) => (value < 10 ? value.toFixed(value && value < 1 ? 2 : 1) : count(value));
 /** A short duration. */

@@ -8,12 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
@@ -24,6 +23,7 @@ from serve_app.ingress.guard import Api, foreign_host
 from serve_app.ingress.http import credentials, json_response
 from serve_app.ingress.observe.tracing import TraceRequests
 from serve_app.ingress.routes import admin, batches, events, generation, operations, page, responses, tenants, tokens
+from serve_app.ingress.routes.api_page import api_page
 from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI, speaks_anthropic
 from serve_app.ingress.services import Services
 
@@ -129,8 +129,7 @@ def _add_docs(application: FastAPI, services: Services) -> None:
     @application.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         only_where_published()
-        # Relative, because the application may have a prefix, and a proxy in front may add one.
-        return get_swagger_ui_html(openapi_url=OPENAPI_PATH.removeprefix("/"), title=application.title)
+        return HTMLResponse(api_page(application.openapi()), headers=page.HEADERS)
 
 
 class _HeadSent(OSError):

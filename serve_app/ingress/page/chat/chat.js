@@ -107,6 +107,7 @@ export class Chat {
     const reuse = new Reuse(this.cache, this.measured, () => this.explain(body, reuse.decision));
     const reading = this.reading(body, system);
     let cut = false;
+    let failed = false;
     const told = {
       sent: () => reuse.sent(),
       warning: (text) => reuse.warning(text),
@@ -132,7 +133,7 @@ export class Chat {
       byId("spoken").textContent = `The answer: ${turn.text.slice(0, 1000)}. ${reuse.sentence()}${cut ? " It was cut off." : ""}`;
     } catch (error) {
       if (running.signal.aborted) reuse.stopped();
-      else turn.failed(error instanceof TypeError ? "The server cannot be reached." : error.message);
+      else failed = turn.failed(error instanceof TypeError ? "The server cannot be reached." : error.message);
     } finally {
       reading.end();
       turn.thought();
@@ -143,7 +144,7 @@ export class Chat {
     const follows = this.follows();
     if (cut) turn.cut(turn.tokens || body.max_tokens, () => this.goOn(system));
     turn.under(reuse.element);
-    if (follows) this.toEnd();
+    if (follows || failed) this.toEnd(); // what failed is seen, wherever one was reading
   }
 
   reading(body, system) {

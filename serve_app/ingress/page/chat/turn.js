@@ -65,9 +65,11 @@ export class Turn {
     this.mark?.querySelector("button")?.remove();
   }
 
+  /** Show why there is no answer; return true. */
   failed(message) {
     this.element.classList.add("failed");
     this.element.append(make("p", { className: "trouble", role: "alert" }, message));
+    return true;
   }
 
   /** Replace the element under the turn. */

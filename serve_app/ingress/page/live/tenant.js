@@ -1,7 +1,7 @@
 // What is behind a tenant's row: why requests were refused or missed, the latest ones, and its sessions.
 
 import { aboutModel, ask, problemOf } from "../api.js";
-import { count, make, plural } from "../dom.js";
+import { count, make, money, plural } from "../dom.js";
 import { sessionRow } from "./sessions.js";
 
 const MOST_SESSIONS = 50;
@@ -105,8 +105,9 @@ function facts(row, columns) {
     ["requests", count(row.requests)],
     ["tokens in, cached, out", [row.prompt_tokens, row.cached_tokens, row.output_tokens].map(count).join(", ")],
   ];
-  if (budget) more.push(["budget", `${count(budget.used)} of ${count(budget.limit)} ${budget.unit} used this ${budget.period}; it ends ${budget.ends_at.replace("T", " ").replace(":00Z", " UTC")}${budget.hard ? "" : "; nothing is refused then"}`]);
-  return [...columns.filter(({ wide }) => wide).map((column) => [column.name, column.says(row), "narrow"]), ...more];
+  const amount = budget?.unit === "money" ? money : count;
+  if (budget) more.push(["budget", `${amount(budget.used)} of ${amount(budget.limit)} ${budget.unit} used this ${budget.period}; it ends ${budget.ends_at.replace("T", " ").replace(":00Z", " UTC")}${budget.hard ? "" : "; nothing is refused then"}`]);
+  return [...columns.filter(({ wide }) => wide).map((column) => [column.name, column.says(row), column.spare ? "narrow spared" : "narrow"]), ...more];
 }
 
 /** The items of an answer, or the sentence of a problem. */

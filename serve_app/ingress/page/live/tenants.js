@@ -1,7 +1,7 @@
 // The table of tenants, and what is behind a row: its requests, refusals, misses and sessions. Asked for only while visible.
 
 import { ask, problemOf } from "../api.js";
-import { brief, byId, compact, count, make, number, percent, plural } from "../dom.js";
+import { brief, byId, compact, count, make, money, number, percent, plural } from "../dom.js";
 import { Detail } from "./tenant.js";
 
 const EVERY_MS = 2000;
@@ -11,18 +11,17 @@ const MOST_REFUSALS = 3;
 
 const pair = (half, most) => (half === null ? "–" : `${brief(half)} · ${brief(most)}`);
 const limits = ({ refused_by: by }) => (by[0] ? `${by[0].limit}${by.length > 1 ? " …" : ""}` : "");
-const left = (budget) => (budget ? `${percent(budget.left / budget.limit)} of ${compact(budget.limit)}` : "–");
-const money = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 4 : 2 });
+const left = (budget) => (budget ? `${percent(budget.left / budget.limit)} of ${(budget.unit === "money" ? money : compact)(budget.limit)}` : "–");
 
-/** Columns: `by`: the value to sort by; `says`: the text, with `more` on a wide screen; `bad`, `policy`: to look at; `wide`: only there. */
+/** Columns: `by`: the value to sort by; `says`: the text, with `more` on a wide screen; `bad`, `policy`: to look at; `wide`: only there, and `spare` only on a wider one. */
 const COLUMNS = [
   { name: "requests/s", by: (row) => row.requests_per_s, says: (row) => number(row.requests_per_s) },
-  { name: "tokens in/s", wide: true, by: (row) => row.prompt_tokens_per_s, says: (row) => compact(row.prompt_tokens_per_s) },
-  { name: "cached/s", wide: true, by: (row) => row.cached_tokens_per_s, says: (row) => compact(row.cached_tokens_per_s) },
-  { name: "out/s", wide: true, by: (row) => row.output_tokens_per_s, says: (row) => compact(row.output_tokens_per_s) },
+  { name: "tokens in/s", wide: true, spare: true, by: (row) => row.prompt_tokens_per_s, says: (row) => compact(row.prompt_tokens_per_s) },
+  { name: "cached/s", wide: true, spare: true, by: (row) => row.cached_tokens_per_s, says: (row) => compact(row.cached_tokens_per_s) },
+  { name: "out/s", wide: true, spare: true, by: (row) => row.output_tokens_per_s, says: (row) => compact(row.output_tokens_per_s) },
   { name: "hit rate", wide: true, by: (row) => row.hit_rate ?? -1, says: (row) => (row.hit_rate === null ? "–" : percent(row.hit_rate)) },
   { name: "TTFT p50 · p95", by: (row) => row.ttft_p95_s ?? -1, says: (row) => pair(row.ttft_p50_s, row.ttft_p95_s) },
-  { name: "end to end p50 · p95", wide: true, by: (row) => row.e2e_p95_s ?? -1, says: (row) => pair(row.e2e_p50_s, row.e2e_p95_s) },
+  { name: "end to end p50 · p95", wide: true, spare: true, by: (row) => row.e2e_p95_s ?? -1, says: (row) => pair(row.e2e_p50_s, row.e2e_p95_s) },
   { name: "refused", by: (row) => row.refused, says: (row) => count(row.refused), more: limits, policy: (row) => row.refused > 0 },
   { name: "failed", wide: true, by: (row) => row.failed, says: (row) => count(row.failed), bad: (row) => row.failed > 0 },
   { name: "cache held of share", by: (row) => row.kv_tokens ?? -1, says: held, policy: (row) => row.kv_tokens > row.kv_share_tokens },
@@ -30,6 +29,8 @@ const COLUMNS = [
   { name: "cost today", wide: true, optional: (row) => row.today, by: (row) => row.today?.cost ?? -1, says: (row) => (row.today ? money(row.today.cost) : "–") },
   { name: "saved today", wide: true, optional: (row) => row.today, by: (row) => row.today?.saved ?? -1, says: (row) => (row.today ? money(row.today.saved) : "–") },
 ];
+
+const width = (column) => [column?.wide && "wide", column?.spare && "spare"].filter(Boolean).join(" ");
 
 function held({ kv_tokens: kept, kv_share_tokens: share }) {
   if (kept === undefined) return "–";
@@ -174,7 +175,7 @@ export class Tenants {
           this.sort = { name, column, down: again ? !this.sort.down : Boolean(column) };
           this.show();
         });
-        return make("th", { scope: "col", className: column?.wide ? "wide" : "", "data-name": name }, button);
+        return make("th", { scope: "col", className: width(column), "data-name": name }, button);
       };
       row.replaceChildren(cell("tenant", null), ...columns.map((column) => cell(column.name, column)));
     }
@@ -203,9 +204,9 @@ class Line {
       const cell = this.element.cells[at + 1];
       const more = column.more?.(row) ?? "";
       const text = column.says(row);
-      if (cell.dataset.says !== text + more) cell.replaceChildren(text, more && make("span", { className: "wide" }, ` ${more}`));
+      if (cell.dataset.says !== text + more) cell.replaceChildren(text, more && make("span", { className: "wide spare" }, ` ${more}`));
       cell.dataset.says = text + more;
-      cell.className = [column.wide ? "wide" : "", column.bad?.(row) ? "bad" : "", column.policy?.(row) ? "policy" : ""].filter(Boolean).join(" ");
+      cell.className = [width(column), column.bad?.(row) ? "bad" : "", column.policy?.(row) ? "policy" : ""].filter(Boolean).join(" ");
     });
   }
 }

@@ -277,3 +277,46 @@ def test_reasoning_is_shown_during_streaming_and_folded_afterwards(page: Any, st
     say(page, "And then?")
     page.locator(".reuse").nth(1).wait_for()
     assert stage.bodies[1]["messages"][1] == {"role": "assistant", "content": "Yes."}
+
+
+def test_an_error_in_the_chat_is_seen(page: Any, stage: Stage) -> None:
+    """It is scrolled into view, also for one who reads further up, and its text has the colour of trouble."""
+    page.set_viewport_size({"width": 1366, "height": 700})
+    begin(page, stage)
+    stage.words = ["A long answer.\n"] * 60
+    page.get_by_label("Your message").fill("Tell me all.")
+    page.get_by_label("Your message").press("Enter")
+    page.locator(".turn.assistant:not(.running) .reuse").wait_for()
+    stage.fails = "Rate limit reached; retry after 5 s. " * 6
+    asked: list[Any] = []
+    page.route("**/v1/chat/completions", lambda route: asked.append(route))
+    page.get_by_label("Your message").fill("And then?")
+    with page.expect_request("**/v1/chat/completions"):
+        page.get_by_label("Your message").press("Enter")
+    page.locator("#talk").evaluate("talk => { talk.scrollTop = 0; }")
+    asked[0].continue_()
+    page.locator(".trouble").wait_for()
+    seen = """(trouble) => {
+        const talk = document.getElementById("talk").getBoundingClientRect(), box = trouble.getBoundingClientRect();
+        return talk.top <= box.top && box.bottom <= talk.bottom;
+    }"""
+    page.wait_for_function(f"() => ({seen})(document.querySelector('.trouble'))")
+    colour = page.locator(".trouble").evaluate("one => getComputedStyle(one).color")
+    assert colour != page.locator(".turn.assistant .said").first.evaluate("one => getComputedStyle(one).color")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "No tenant has this API key; send a valid one as `Authorization: Bearer KEY`.",
+        "An API key is needed; send it as `Authorization: Bearer KEY`.",
+    ],
+)
+def test_a_refused_key_is_told_without_headers(page: Any, stage: Stage, message: str) -> None:
+    """Those are for programs; a reader has a field for the key."""
+    begin(page, stage)
+    stage.fails = message
+    page.get_by_label("Your message").fill("Hello?")
+    page.get_by_label("Your message").press("Enter")
+    page.locator(".trouble", has_text=f"{message.partition(';')[0]}. Paste your API key on the left.").wait_for()
+    assert "Bearer" not in page.locator("body").inner_text()

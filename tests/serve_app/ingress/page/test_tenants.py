@@ -267,3 +267,60 @@ def test_names_of_tenants_are_never_markup(page: Any, stage: Stage) -> None:
     page.locator(".tenant-detail button", has_text="<img").wait_for()
     assert page.locator("img").count() == 0
     assert page.title() == "warmpath"
+
+
+BUSY: Event = {
+    "requests_per_s": 1234.5, "prompt_tokens_per_s": 123_456, "cached_tokens_per_s": 123_456, "hit_rate": 0.985,
+    "output_tokens_per_s": 12_345, "ttft_p50_s": 12.31, "ttft_p95_s": 52.31, "e2e_p50_s": 112.4, "e2e_p95_s": 214.2,
+    "kv_tokens": 1_234_567, "kv_share_tokens": 2_345_678, "today": {"cost": 12_345.67, "saved": 4_567.89},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("width", [1280, 1366, 1440, 1920])
+def test_money_and_limits_are_in_sight_on_a_laptop(page: Any, stage: Stage, width: int, chat: bool) -> None:
+    """Nothing of the table is cut, beside the chat too; what it leaves out is in the open row."""
+    page.set_viewport_size({"width": width, "height": 768})
+    if chat:
+        page.add_init_script("sessionStorage.setItem('warmpath.map-key', 'wp-operator')")
+        stage.snapshots = {"wp-acme": [snapshot(time.time(), "tenant", "acme")]}
+        page.add_init_script("sessionStorage.setItem('warmpath.key', 'wp-acme')")
+        stage.snapshots["wp-operator"] = [snapshot(time.time())]
+    else:
+        page.add_init_script("sessionStorage.setItem('warmpath.key', 'wp-operator')")
+        stage.snapshots = {"wp-operator": [snapshot(time.time())]}
+    rows = tenants(3)
+    rows[1] |= {**BUSY, "tenant": "customer-with-a-long-name"}
+    stage.tables = {"wp-operator": table(*rows, viewer="operator", refusals=())}
+    page.goto("/")
+    page.locator(LINES).nth(2).wait_for()
+    page.locator("body:not(.no-chat)" if chat else "body.no-chat").wait_for()
+    cut = "() => { const box = document.querySelector('.tenants .scroll'); return box.scrollWidth - box.clientWidth; }"
+    assert page.evaluate(cut) <= 0
+    right = page.locator("#tenants .scroll").bounding_box()
+    for name in ("budget left", "cost today", "saved today", "refused"):
+        box = page.locator(f"#tenants-head [data-name='{name}']").bounding_box()
+        assert right["x"] <= box["x"] and box["x"] + box["width"] <= right["x"] + right["width"] + 1
+    page.get_by_role("button", name="customer-with-a-long-name").click()
+    page.locator(".tenant-detail", has_text="requests").wait_for()
+    shown = page.locator("#tenants .scroll").inner_text()
+    assert all(name in shown for name in ("tokens in/s", "cached/s", "out/s", "end to end p50 · p95", "12.3K"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "told", "whole"),
+    [
+        (0.01, 0.0086, "14 % of 0.01", "0.0086 of 0.01 money"),
+        (0.000025, 0.0, "100 % of 0.000025", "0 of 0.000025 money"),
+        (1234.5, 617.25, "50 % of 1,234.5", "617.25 of 1,234.5 money"),
+    ],
+)
+def test_a_budget_of_money_has_its_digits(
+    page: Any, stage: Stage, limit: float, used: float, told: str, whole: str
+) -> None:
+    opened(page, stage)
+    row = stage.tables["wp-operator"]["data"][1]
+    row["budget"] |= {"unit": "money", "limit": limit, "used": used, "left": limit - used}
+    page.locator("#tenants-rows [data-tenant=globex]", has_text=told).wait_for()
+    page.get_by_role("button", name="globex", exact=True).first.click()
+    page.locator(".tenant-detail", has_text=whole).wait_for()

@@ -31,6 +31,7 @@ from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.routes.api_page import api_page
 from serve_app.ingress.routes.application import PATHS, ROUTERS, make_application
 from serve_app.ingress.routes.handler import BODIES
 from serve_app.ingress.services import Services
@@ -113,6 +114,24 @@ def test_docs_follow_the_current_settings() -> None:
     ):
         services.config = config
         assert {ask(application, path).status_code for path in ("/openapi.json", "/docs")} == {status}
+
+
+def test_the_page_of_the_api_loads_nothing_from_elsewhere() -> None:
+    """Without a network it has every route that the schema has, each field of a body, and text is never markup."""
+    application = make_application(services_of(AppConfig()))
+    answer = ask(application, "/docs")
+    document = ask(application, "/openapi.json").json()
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    loaded = re.findall(r'(?:src|href)="([^"]*)"', answer.text)
+    assert loaded and not [one for one in loaded if "//" in one or one.startswith("/")]
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert f"<code>{method.upper()} {path}</code>" in answer.text
+    for field in document["components"]["schemas"]["ChatBody"]["properties"]:
+        assert f"<dt><code>{field}</code></dt>" in answer.text
+    strange = {"<b>": {"post": {"tags": ["<i>"], "description": "<script>"}}}
+    assert not {"<b>", "<i>", "<script>"} & set(re.findall("<.*?>", api_page({"paths": strange})))
 
 
 def test_a_key_opens_the_description_of_the_api() -> None:
