@@ -301,3 +301,22 @@ def test_the_last_replica_stops_only_after_the_delay_without_any_work() -> None:
     assert min(one.target for one in idle.tick(0.0, PERIODS, **kept)) == 1
     assert idle.tick(0.0, 2 * PERIODS, **kept)[-1].target == 0
     assert min(one.target for one in busy.tick(0.01, 3 * PERIODS, **kept)) == 1
+
+
+IDLE_S = [2592000.0 ** (step / 19) for step in range(20)]
+
+
+@pytest.mark.parametrize("asked", [2, 50])
+def test_a_model_at_zero_starts_for_its_first_request_after_any_time(asked: int) -> None:
+    """Twenty idle times from a second to 30 days, with decisions now and then; it stays its whole delay."""
+    for idle_s in IDLE_S:
+        model = Deployment(1, ZERO)
+        for _ in range(2):
+            model.tick(0.0, 2 * PERIODS)
+            assert model.signals.target == 0
+            for _ in range(asked):
+                model.now_s += idle_s / asked
+                assert model.tick(0.0)[-1].target == 0
+            assert model.tick(0.0, waiting=1.0)[-1].target == 1
+            assert {one.target for one in model.tick(0.0, PERIODS - 1, waiting=0.0)} == {1}
+            assert model.tick(0.0, 3)[-1].target == 0
