@@ -56,6 +56,9 @@ from serve_app.usage import Ledgers
 
 logger = logging.getLogger(__name__)
 
+OPERATOR_BODY_BYTES = 1 << 20
+"""The most of a body that holds names and numbers, read in the event loop."""
+
 
 @dataclass(slots=True)
 class Access:
@@ -231,9 +234,9 @@ class Services:
         """Note why the newest settings are not in force, "" if they are."""
         self.refused_settings = why
 
-    async def body(self, request: Request) -> bytes:
+    async def body(self, request: Request, most_bytes: int = OPERATOR_BODY_BYTES) -> bytes:
         """Return the request's body. Raises RequestTooLarge and RequestTimeout."""
-        return await read_body(request, self.config.max_body_bytes)
+        return await read_body(request, min(most_bytes, self.config.max_body_bytes))
 
     def models(self, request: Request) -> list[dict[str, Any]]:
         """Return the caller's models, of all that this ingress serves."""

@@ -211,7 +211,7 @@ async def explain(request: Request, services: Front) -> Response:
     `refusal` and `wait`: the reason for which the ingress would refuse it or let it wait, or null. `notes`: a line for
     each capability that a replica goes without, because its version of vLLM differs there.
     """
-    return json_response(await services.explanation(await services.body(request)))
+    return json_response(await services.explanation(await services.body(request, services.config.max_body_bytes)))
 
 
 @router.post("/reset_prefix_cache", tags=["operations"])

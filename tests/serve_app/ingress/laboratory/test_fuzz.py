@@ -73,7 +73,10 @@ def _some(examples: int) -> settings:
     return settings(max_examples=examples, suppress_health_check=[*HealthCheck], database=None)
 
 
-@pytest.mark.parametrize("examples", [300, pytest.param(10_000, marks=pytest.mark.long)])
+MANY = [pytest.param(1_000, id=f"1000 of 10000, part {part}", marks=pytest.mark.long) for part in range(10)]
+
+
+@pytest.mark.parametrize("examples", [300, *MANY])
 def test_any_request_gets_a_sentence(room: Room, examples: int) -> None:
     """Bodies, paths, queries, headers and forms that are nearly right."""
 

@@ -24,6 +24,8 @@ from tests.serve_app.ingress.laboratory.shapes import texts
 from tests.serve_app.ingress.laboratory.watch import wrong_with
 from tests.serve_app.tool_templates.families import family
 
+PARTS = 16
+"""Each takes a minute or two of a slow core."""
 QUICK_BYTES, MOST_BYTES, BODY_BYTES = 32 << 10, 256 << 10, 8 << 20
 
 
@@ -95,7 +97,7 @@ def test_a_field_grows_no_faster_than_its_size(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_every_field_in_every_shape(part: int, model: Path, tmp_path: Path) -> None:
     """Fields of our own bodies in all shapes, those of the clients' packages in a few."""
 
@@ -111,7 +113,7 @@ def test_every_field_in_every_shape(part: int, model: Path, tmp_path: Path) -> N
             units = sorted(texts())
             growing: list[Growing] = [] if part else [*growing_paths(units)]
             for number, door in enumerate(doors):
-                if number % 4 == part:
+                if number % PARTS == part:
                     growing += growing_fields(door, chosen)
                     growing += growing_heads(door, headers, query, units[number % 3 :: 3])
                     growing += growing_forms(door) if "form" in door.bodies else []
