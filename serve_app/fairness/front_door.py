@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import ceil, inf
 from types import TracebackType
 from typing import Any
@@ -55,6 +56,7 @@ class FrontDoor:
         """When a request that cannot wait came last."""
         self._asked_s = -inf
         """When a request that needs a replica came last."""
+        self._beside = 0
         self._limits = limits or TenantLimits()
         self.max_waiting = max_waiting
         self.max_bytes = max_bytes
@@ -111,9 +113,19 @@ class FrontDoor:
         """Return the waiting requests and running generations of a tenant, None: of all."""
         return self._requests.held(tenant) + self._line.running(tenant)
 
+    @contextmanager
+    def needing_a_replica(self) -> Iterator[None]:
+        """Count work that takes no place here, such as warming a prompt, among what asks for a first replica."""
+        self._beside += 1
+        try:
+            yield
+        finally:
+            self._beside -= 1
+            self._asked_s = self._clock()
+
     def asking(self) -> int:
         """Return the number of requests for a first replica: at least 1 for a while after one has come."""
-        here = self.waiting().total() + self._line.running(None)
+        here = self.waiting().total() + self._line.running(None) + self._beside
         return here or int(self._clock() - self._asked_s < ASKED_S)
 
     def arrive(self, tenant: str) -> Arrival:

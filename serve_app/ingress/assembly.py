@@ -289,7 +289,15 @@ async def _make_model(
         None if several is None else partial(several.starting, model),
     )  # fmt: skip
     prompt_traffic = PromptTraffic(partial(prompts.least_tokens, block_size=config.block_size))
-    warmer = Warmer(prompts, preparer, tenants, core, dispatcher.generate, model)
+    front_door = FrontDoor(
+        shares,
+        places=lambda: places(services.config, len(core.replica_ids)),
+        max_waiting=config.max_queued_requests,
+        max_bytes=BODIES * config.max_body_bytes,
+        limits=limits,
+        starting=lambda: not core.replica_ids and services.config.first_replicas == 0,
+    )
+    warmer = Warmer(prompts, preparer, tenants, core, dispatcher.generate, model, front_door.needing_a_replica)
     prompt_admin = PromptAdmin(
         prompts,
         prompt_traffic,
@@ -299,14 +307,6 @@ async def _make_model(
         config.prompts_dir,
         broadcast.ingresses,
         lambda: common.budgets.prices.get(model),
-    )
-    front_door = FrontDoor(
-        shares,
-        places=lambda: places(services.config, len(core.replica_ids)),
-        max_waiting=config.max_queued_requests,
-        max_bytes=BODIES * config.max_body_bytes,
-        limits=limits,
-        starting=lambda: not core.replica_ids and services.config.first_replicas == 0,
     )
     observe_usage(observers, common.ledger, metrics, block_size)
     observe_prompts(observers, prompt_traffic)

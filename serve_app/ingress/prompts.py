@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -68,7 +68,10 @@ class Warm(NamedTuple):
 
 @dataclass(eq=False)
 class Warmer:
-    """Warms versions through one ingress' router. ``generate``: the dispatcher's function, with replicas to avoid."""
+    """Warms versions through one ingress' router. ``generate``: the dispatcher's function, with replicas to avoid.
+
+    ``asks``: while it is entered, a model at zero gets a replica.
+    """
 
     prompts: Prompts
     preparer: Preparer
@@ -76,6 +79,7 @@ class Warmer:
     core: RoutingCore
     generate: Generate
     model: str
+    asks: Callable[[], AbstractContextManager[None]] = nullcontext
 
     async def warm(self, prompt: Prompt, uses: Sequence[Use], others: Sequence[str]) -> list[Warm]:
         """Compute a prompt's KV, replica by replica, for each form of use; return its places.
@@ -113,8 +117,9 @@ class Warmer:
             if tokens:
                 wanted |= self._holders(await self._prepared(other, use), tokens)
         wanted &= set(self.core.replica_ids)
-        for replica_id in sorted(wanted) or (None,):
-            await self._place(generation, least, replica_id)
+        with self.asks():
+            for replica_id in sorted(wanted) or (None,):
+                await self._place(generation, least, replica_id)
         held = self._holders(generation, least)
         missing = wanted & set(self.core.replica_ids) - held
         if missing or not held:

@@ -210,7 +210,8 @@ class Tally:
         ring, number = self._rings.setdefault(name, {}), self._looked
         self._rings.move_to_end(name)
         if number not in ring:
-            for other in [other for other in ring if not number - BUCKETS < other < number]:
+            # A clock that was set back by less than they last forgets nothing.
+            for other in [other for other in ring if abs(other - number) >= BUCKETS]:
                 del ring[other]
         ring.setdefault(number, Counter()).update(more)
 

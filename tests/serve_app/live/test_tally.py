@@ -141,6 +141,26 @@ def test_buckets_from_a_clock_that_was_ahead_are_dropped(clock: Clock) -> None:
     assert len(rows) == BUCKETS and figure_of(minute, 0)["requests"] == 6
 
 
+@given(st.lists(st.tuples(st.integers(-300, 300), st.sampled_from("ab")), min_size=1, max_size=40))
+def test_a_clock_that_is_set_back_forgets_nothing_that_is_recent(steps: list[tuple[int, str]]) -> None:
+    """Whatever way the clock goes, what was counted less than 15 minutes from now is in the rings, once."""
+    clock, counted = Clock(), list[tuple[int, str]]()
+    counts = Tally(clock)
+    reach = BUCKETS * BUCKET_S
+    for step_s, tenant in steps:
+        clock.now_s += step_s
+        answer(counts, tenant)
+        counted.append((int(clock.now_s) // BUCKET_S, tenant))
+    everywhere = range(min(at for at, _ in counted), max(at for at, _ in counted) + 1)
+    if len(everywhere) * BUCKET_S < reach:  # no moment was ever old
+        found = merged(counts.rings[None])
+        assert figure_of(found, 0)["requests"] == len(steps)
+    last = counted[-1][0]
+    for tenant in "ab":
+        ring = counts.rings.get(tenant, {})
+        assert all(abs(at - last) < 2 * BUCKETS for at in ring)
+
+
 def test_the_number_of_tenants_is_limited(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The most recently active ones are kept, and the sum of all."""
     monkeypatch.setattr(module, "MAX_TENANTS", 3)

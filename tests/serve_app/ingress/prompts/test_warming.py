@@ -17,6 +17,8 @@ from serve_app.checkpoints.sources import resolve_model
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken
 from serve_app.errors import InvalidRequest, Overloaded
+from serve_app.fairness.front_door import ASKED_S, FrontDoor
+from serve_app.fairness.shares import Shares
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress import prompts as warming
 from serve_app.ingress.prompts import PIECE_TOKENS, Warm, Warmer
@@ -33,7 +35,7 @@ BLOCK = 16
 class Replicas:
     """Stands in for replicas and the router's core: (replica, tokens) computed, and each replica's blocks."""
 
-    replica_ids = REPLICAS
+    replica_ids: tuple[str, ...] = REPLICAS
     settings = SimpleNamespace(block_size=BLOCK)
 
     def __init__(self) -> None:
@@ -127,6 +129,30 @@ def test_where_nobody_has_the_old_one_the_router_places_it(desk: Desk) -> None:
     done = len(replicas.computed)
     both = desk.warm(replicas, USE, USE._replace(chat=False))
     assert len(both) == 2 and both[0] == found and len(replicas.computed) > done
+
+
+def test_a_model_at_zero_is_asked_for_a_replica_until_the_version_is_warm(desk: Desk) -> None:
+    """The warming takes no place at the front door, and the start may take longer than any request asks."""
+    now_s, asked = 0.0, list[int]()
+    door = FrontDoor(Shares({}), places=lambda: 0, max_waiting=8, max_bytes=1 << 20, clock=lambda: now_s)
+    replicas = Replicas()
+    replicas.replica_ids = ()
+
+    async def generate(generation: EngineRequest, avoid: tuple[str, ...]) -> AsyncGenerator[EngineOutput, None]:
+        nonlocal now_s
+        now_s += 100 * ASKED_S
+        asked.append(door.asking())
+        replicas.replica_ids = REPLICAS
+        async for one in replicas.generate(generation, avoid):
+            yield one
+
+    core = cast(RoutingCore, replicas)
+    warmer = Warmer(desk.prompts, desk.preparer, desk.tenants, core, generate, "demo", door.needing_a_replica)
+    assert door.asking() == 0
+    asyncio.run(warmer.warm(desk.prompts.all()["clerk@2"], [USE], ["clerk@1"]))
+    assert asked and set(asked) == {1}
+    now_s += ASKED_S
+    assert door.asking() == 0
 
 
 def test_a_version_that_cannot_be_held_is_reported(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
