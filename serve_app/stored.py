@@ -51,6 +51,7 @@ CREATE TABLE IF NOT EXISTS sealed_objects (
     bytes BIGINT NOT NULL, data BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS sealed_objects_of_owners ON sealed_objects (owner, kind, bytes);
+CREATE INDEX IF NOT EXISTS sealed_objects_sums ON sealed_objects (owner, expires_s, bytes);
 CREATE INDEX IF NOT EXISTS sealed_objects_by_age ON sealed_objects (expires_s);
 """
 _PUT = "INSERT INTO sealed_responses VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"

@@ -34,27 +34,6 @@ async def until(met: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.05)
 
 
-@few
-@of(STEADY)
-def test_each_line_is_answered_once(events: Any) -> None:
-    """Whatever the tenants' limits and other work do; one that the server fails at is asked for three times."""
-    played(events)
-
-
-@few
-@of(STEADY, REPLACED)
-def test_a_line_with_a_result_is_asked_for_no_more(events: Any) -> None:
-    """Whoever dies or stops; what was in progress is continued by others."""
-    played(events)
-
-
-@few
-@of(STEADY, REPLACED, MOVED)
-def test_each_line_has_one_result_with_any_clocks(events: Any) -> None:
-    """Though two processes may run a batch for a moment; and nothing of it stays behind."""
-    played(events)
-
-
 def test_a_batch_whose_lines_rest_counts_all_that_are_answered(world: World) -> None:
     """Lines end while its row is written, which takes its time."""
 
@@ -109,6 +88,43 @@ def test_a_line_that_the_server_fails_at_is_asked_for_three_times(world: World) 
         assert [world.asked["acme", str(at)] for at in range(3)] == [1, 3, 1]
 
     world.run(run())
+
+
+def test_the_first_result_of_a_line_stays(world: World) -> None:
+    """Of two processes that both ask for it, one says that its result is new."""
+
+    async def run() -> None:
+        one, two = world.ingress("one"), world.ingress("two")
+        batch = await one.submit("acme", 2)
+        batch.total = 2
+        first, second = (LineResult("c1", 200, name, msgspec.Raw(b"{}")) for name in ("first", "second"))
+        assert await one.batches.keep("acme", batch, 1, first)
+        assert not await two.batches.keep("acme", batch, 1, second)
+        assert not await one.batches.keep("acme", batch, 1, first)
+        assert [found async for found in two.batches.results("acme", batch)] == [(0, None), (1, first)]
+
+    world.run(run())
+
+
+@few
+@of(STEADY)
+def test_each_line_is_answered_once(events: Any) -> None:
+    """Whatever the tenants' limits and other work do; one that the server fails at is asked for three times."""
+    played(events)
+
+
+@few
+@of(STEADY, REPLACED)
+def test_a_line_with_a_result_is_asked_for_no_more(events: Any) -> None:
+    """Whoever dies or stops; what was in progress is continued by others."""
+    played(events)
+
+
+@few
+@of(STEADY, REPLACED, MOVED)
+def test_each_line_has_one_result_with_any_clocks(events: Any) -> None:
+    """Though two processes may run a batch for a moment; and nothing of it stays behind."""
+    played(events)
 
 
 def test_killed_runners_lose_and_repeat_no_line(tmp_path: Path) -> None:

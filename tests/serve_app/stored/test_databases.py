@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app import stored
 from serve_app.cli.checks.settings import unreachable
 from serve_app.errors import Overloaded, RequestTooLarge, ResponseDamaged
 from serve_app.fairness.queue import FairWorkers
@@ -175,6 +176,32 @@ def test_objects_expire(url: str | None, tmp_path: Path) -> None:
     assert backend.taken(owner) == 1
     assert backend.insert(short._replace(id=token_bytes(32)), b"x", time.time() + 60)
     assert backend.taken(owner) == 2
+
+
+def test_what_a_tenant_has_is_summed_without_its_data(tmp_path: Path) -> None:
+    """An upload asks for the sum with each of its chunks, beside 50,000 lines of a batch."""
+    open_database(None, tmp_path / "f", StorageLimits(50, 1000))
+    with sqlite3.connect(tmp_path / "f") as database:
+        for statement in (stored._TAKEN, stored._INSERT_WITHIN):
+            plan = database.execute(f"EXPLAIN QUERY PLAN {statement}", [0] * statement.count("?")).fetchall()
+            told = [row[3] for row in plan if "sealed_objects" in row[3]]
+            assert told and all("COVERING INDEX" in line for line in told), told
+
+
+@pytest.mark.parametrize("most", [39, 40])
+def test_a_bounded_object_has_room_or_is_not_there(backend: Database, clock: Clock, most: int) -> None:
+    """With all of its owner's, of any kind, that have not ended; others' do not count."""
+    owner, later = token_bytes(32), clock.now_s + 40
+    assert backend.insert(ObjectPlace(owner, token_bytes(32), token_bytes(32)), b"x" * 10, later)
+    assert backend.insert(ObjectPlace(owner, token_bytes(32), token_bytes(32)), b"x" * 10, later)
+    assert backend.insert(ObjectPlace(token_bytes(32), token_bytes(32), token_bytes(32)), b"x" * 90, later)
+    last = ObjectPlace(owner, token_bytes(32), token_bytes(32))
+    assert backend.insert(last, b"y" * 20, later, most) == (most == 40)
+    assert backend.find(last) == (b"y" * 20 if most == 40 else None)
+    assert backend.taken(owner) == (40 if most == 40 else 20)
+    if most == 40:
+        assert not backend.insert(last._replace(id=token_bytes(32)), b"y", later, most)
+        assert backend.remove(last) and backend.insert(last, b"y" * 20, later, most)
 
 
 def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> None:
