@@ -19,8 +19,9 @@ from typing import Any, Self
 import msgspec
 import psutil
 
-from serve_app.cli.local_ray import IDLE_TIMEOUT_S, answers, held_port, keep_token_private, local_environment
+from serve_app.cli.local_ray import answers, held_port, keep_token_private, local_environment
 from serve_app.cli.processes import adopt_orphans, end_descendants
+from serve_app.cli.supervisor import IDLE_TIMEOUT_S
 from serve_app.ray_compat import deploy_config, keep_cluster_unlisted, live_actors
 
 START_TIMEOUT_S = 300.0

@@ -1,11 +1,11 @@
 """Calls of an operator's commands to an instance. Keys are read from the environment: a command line is visible."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import httpx
 import typer
 
 from serve_app.cli.console import fail, harmless
@@ -40,6 +40,8 @@ def ask(
     timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
     """Return the JSON of an instance's answer, safe for a terminal; exit with status 2 on errors."""
+    import httpx
+
     key = os.environ.get(OPERATOR_KEY) or os.environ.get(TENANT_KEY)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     given = {name: value for name, value in (query or {}).items() if value is not None}
@@ -47,7 +49,8 @@ def ask(
     try:
         answer = httpx.request(method, f"{url}{path}", params=given, json=body, headers=headers, timeout=timeout_s)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"no server answers at {url}: {error}; name another by --url or $WARMPATH_URL")
+        why = re.sub(r"\[Errno -?\d+\] ", "", str(error))
+        fail(f"no server answers at {url}: {why}; name another by --url or $WARMPATH_URL")
     try:
         document: dict[str, Any] = harmless(answer.json())
         refusal = document["error"]["message"] if answer.is_error else ""

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import quantiles
-from typing import Annotated, Any
+from typing import Any
 from uuid import uuid4
 
 import httpx
-import typer
 from rich.progress import track
 from rich.table import Table
 
 from serve_app.checkpoints.reuse import numbered_lines
-from serve_app.cli.console import Commands, console, fail
+from serve_app.cli.console import console, fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,45 +209,15 @@ def row(name: str, found: Sequence[TimedAnswer]) -> list[str]:
     return [name, str(len(found)), f"{first * 1000:.0f} ms", f"{late * 1000:.0f} ms", speed, cached]
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Measure a running server: speed, cache, neighbour.")
-
-ServerUrl = Annotated[str, typer.Option(envvar="WARMPATH_URL", help="the server's URL, without /v1")]
-ApiKey = Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="a tenant's key, if the server needs one")]
-ServedModel = Annotated[str | None, typer.Option(help="default: the first one that the server lists")]
-Requests = Annotated[int, typer.Option(min=1, help="requests in each row")]
-AtOnce = Annotated[int, typer.Option(min=1, help="concurrent requests")]
-PromptWords = Annotated[int, typer.Option(min=1, help="words in each prompt")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="tokens in each answer")]
-HERE = "http://127.0.0.1:8000"
-
-
-@app.command()
-def speed(
-    url: ServerUrl = HERE,
-    api_key: ApiKey = "",
-    model: ServedModel = None,
-    requests: Requests = 16,
-    at_once: AtOnce = 4,
-    words: PromptWords = 500,
-    max_tokens: MaxTokens = 64,
-) -> None:
+def measure_speed(server: Server, model: str | None, requests: int, at_once: int, words: int, max_tokens: int) -> None:
     """Measure the server's speed: new prompts, then the same ones again."""
-    server = Server(url.rstrip("/"), api_key)
     name = model or server.model()
     bodies = [chat_body(name, max_tokens, "Sum this up.", text) for text in texts(requests, words, 0)]
     _show(asyncio.run(_in_turn(server, at_once, {"new prompts": bodies, "the same again": bodies})))
 
 
-@app.command()
-def cache(
-    file: Annotated[Path, typer.Argument(help="chat requests, one JSON object per line; OpenAI's batch files, too")],
-    url: ServerUrl = HERE,
-    api_key: ApiKey = "",
-    model: ServedModel = None,
-    at_once: AtOnce = 1,
-) -> None:
+def measure_cache(file: Path, server: Server, model: str | None, at_once: int) -> None:
     """Measure the cache's benefit for your prompts: each one alone, then all of them in the order of the file."""
-    server = Server(url.rstrip("/"), api_key)
     name = model or server.model()
     try:
         bodies = [_chat(file, number, line, name) for number, line in numbered_lines(file)]
@@ -262,23 +231,12 @@ def cache(
     _show(asyncio.run(_in_turn(server, at_once, {"without the cache": apart, "with the cache": together})))
 
 
-@app.command()
-def neighbour(
-    flood_api_key: Annotated[
-        str, typer.Option(envvar="WARMPATH_FLOOD_API_KEY", help="the key of a second tenant, which floods")
-    ],
-    url: ServerUrl = HERE,
-    api_key: ApiKey = "",
-    model: ServedModel = None,
-    requests: Requests = 30,
-    flood_at_once: Annotated[int, typer.Option(min=1, help="the flood's concurrent requests")] = 64,
-    words: PromptWords = 500,
-    max_tokens: MaxTokens = 16,
+def measure_neighbour(
+    server: Server, flooded: Server, model: str | None, requests: int, flood_at_once: int, words: int, max_tokens: int
 ) -> None:
     """Measure a tenant's requests beside another tenant that floods the server."""
-    if api_key == flood_api_key:
+    if server.api_key == flooded.api_key:
         fail("a neighbour is another tenant: give its key with --flood-api-key, and yours with --api-key")
-    server, flooded = Server(url.rstrip("/"), api_key), Server(url.rstrip("/"), flood_api_key)
     name = model or server.model()
     [system] = texts(1, words, 0)
     bodies = [chat_body(name, max_tokens, f"Question {number}.", system) for number in range(requests)]

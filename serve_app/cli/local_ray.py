@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from serve_app.api.openai.response import openai_error
+from serve_app.cli.supervisor import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RequestTimeout, WarmpathError
 from serve_app.ingress.connections import (
     ADDRESS_BOUND,
@@ -34,12 +35,9 @@ FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Above the ports of `ray start`'s workers, below those of outgoing connections."""
 PORT_WINDOW = 100
 """Ports of one instance: mostly for ingresses, one each, and twice that while a new version replaces an old one."""
-MAX_CONNECTIONS_PER_ADDRESS = 512
 BUFFER_BYTES = MAX_HEADER_BYTES
 """HAProxy's buffer, its bound of headers. A request that fits is resent to another ingress if its first dies early."""
 RETRY_ON = "conn-failure empty-response"
-IDLE_TIMEOUT_S = 30
-"""For a connection without a request, by default."""
 
 _DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -1,33 +1,32 @@
-"""The command `warmpath`: its subcommands and flags, and replacements for other servers' flags."""
+"""The command `warmpath`: its subcommands and flags, and replacements for other servers' flags.
+
+Modules of commands import only what their signatures need, the rest when they run: each import costs all commands time.
+"""
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.core import TyperCommand
 
 from router import __version__
-from serve_app.checkpoints.checkpoint import CheckpointError
-from serve_app.checkpoints.sources import resolve_model, with_local_models
-from serve_app.cli import bench as questions
-from serve_app.cli.checks.finding import Look
-from serve_app.cli.checks.machine import gpu_count, replica_gpus
-from serve_app.cli.checks.run import findings
-from serve_app.cli.checks.workers import told_by_workers
-from serve_app.cli.commands import keys, prompts, tenants
+from serve_app.cli.commands import bench, keys, prompts, tenants
 from serve_app.cli.commands.check import check, doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
 from serve_app.cli.commands.stop import stop
 from serve_app.cli.console import Commands, console, fail
-from serve_app.cli.local_ray import IDLE_TIMEOUT_S, MAX_CONNECTIONS_PER_ADDRESS
-from serve_app.cli.supervisor import Launch, Supervisor, giving_up
-from serve_app.config.app import AppConfig
-from serve_app.config.engine import SPEC_ARGS
-from serve_app.config.files import load_settings
-from serve_app.config.reference import settings_text, settings_yaml
-from serve_app.config.sentences import unknown_setting
+from serve_app.cli.supervisor import (
+    IDLE_TIMEOUT_S,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    Launch,
+    Supervisor,
+    giving_up,
+)
+
+if TYPE_CHECKING:
+    from serve_app.config.app import AppConfig
 
 _INSTEAD = {
     "--data-parallel-size": "use --replicas: each one is a separate engine, and requests follow their cached prefix",
@@ -45,6 +44,10 @@ class _ServeCommand(TyperCommand):
     """A command that also accepts every setting as a flag, and names the equivalents of other servers' flags."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        from serve_app.config.app import AppConfig
+        from serve_app.config.engine import SPEC_ARGS
+        from serve_app.config.sentences import unknown_setting
+
         own = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}
         left, told = list(args), []
         while left:
@@ -80,7 +83,7 @@ TENANTS, TROUBLE, PLANNING = "Tenants and prompts", "When something is wrong", "
 app.add_typer(keys.app, name="keys", rich_help_panel=TENANTS)
 app.add_typer(tenants.app, name="tenants", rich_help_panel=TENANTS)
 app.add_typer(prompts.app, name="prompts", rich_help_panel=TENANTS)
-app.add_typer(questions.app, name="bench", rich_help_panel=PLANNING)
+app.add_typer(bench.app, name="bench", rich_help_panel=PLANNING)
 app.command(rich_help_panel="Serving")(stop)
 app.command(rich_help_panel="Serving")(infer)
 app.command(rich_help_panel=PLANNING)(plan)
@@ -142,6 +145,12 @@ def serve(
 
     Every setting of `warmpath settings` is also a flag: --kv-cache-bytes 4GiB, --tensor-parallel-size 2.
     """
+    from serve_app.cli.checks.finding import Look
+    from serve_app.cli.checks.machine import gpu_count, replica_gpus
+    from serve_app.cli.checks.run import findings
+    from serve_app.cli.checks.workers import told_by_workers
+    from serve_app.config.files import load_settings
+
     if model is not None and any(one.startswith("model=") for one in setting or ()):
         fail(f"two models are named, {model} and the setting `model`; name one")
     if haproxy and ":" in host:
@@ -190,8 +199,13 @@ def serve(
     raise typer.Exit(status)
 
 
-def with_model(settings: AppConfig) -> AppConfig:
+def with_model(settings: "AppConfig") -> "AppConfig":
     """Find, fetch or build the model; return the settings with it, or exit with 2 if they cannot be used."""
+    from serve_app.checkpoints.checkpoint import CheckpointError
+    from serve_app.checkpoints.sources import resolve_model, with_local_models
+    from serve_app.cli.checks.finding import Look
+    from serve_app.cli.checks.run import findings
+
     try:
         settings = with_local_models(settings, console.print)
     except CheckpointError as error:
@@ -214,6 +228,8 @@ def list_settings(
     yaml: Annotated[bool, typer.Option("--yaml", help="print a settings file with all defaults and comments")] = False,
 ) -> None:
     """List all settings with type, bounds, default and meaning. `--set` and settings files accept them."""
+    from serve_app.config.reference import settings_text, settings_yaml
+
     print(settings_yaml() if yaml else settings_text(words or []), end="")
 
 

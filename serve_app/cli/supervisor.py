@@ -21,13 +21,15 @@ from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
 
-from serve_app.cli.local_ray import IDLE_TIMEOUT_S
 from serve_app.cli.processes import OWNER, adopt_orphans, end_descendants, forget_orphans
 
 _OWN_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), ControlType.SHOW_CURSOR)
 """Clears the line of the instance's spinner and restores the cursor."""
 
 
+MAX_CONNECTIONS_PER_ADDRESS = 512
+IDLE_TIMEOUT_S = 30
+"""For a connection without a request, by default."""
 GIVEN_UP = "stopping: the start is given up"
 
 

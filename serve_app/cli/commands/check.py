@@ -2,16 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serve_app.cli.checks.file import mistakes_in
-from serve_app.cli.checks.finding import Finding, Look
-from serve_app.cli.checks.run import OF_MODELS, CheckNeed, findings
 from serve_app.cli.console import fail
-from serve_app.config.files import load_settings
 from serve_app.errors import unread
+
+if TYPE_CHECKING:
+    from serve_app.cli.checks.run import CheckNeed
 
 
 def doctor(
@@ -28,6 +27,10 @@ def doctor(
 
     It starts and changes nothing. Your own running instance is no problem.
     """
+    from serve_app.cli.checks.finding import Finding, Look
+    from serve_app.cli.checks.run import OF_MODELS, findings
+    from serve_app.config.files import load_settings
+
     shown: list[Finding] = []
     flags: dict[str, Any] = {"engine": "remote", "workers": worker} if worker else {}
     needs: list[CheckNeed] = ["installation", "port", "machine", "database", "workers"]
@@ -66,6 +69,8 @@ def check(
     ] = False,
 ) -> None:
     """Report the mistakes in a configuration before its deployment; exits with 1 if there are any."""
+    from serve_app.cli.checks.file import mistakes_in
+
     try:
         mistakes = mistakes_in(file.read_text(), file.parent, place_of_run="elsewhere" if elsewhere else "here")
     except (OSError, ValueError) as error:

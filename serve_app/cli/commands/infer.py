@@ -13,14 +13,13 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from serve_app.cli.console import console, fail, harmless
-from serve_app.config.app import AppConfig
-from serve_app.config.files import load_settings
 from serve_app.errors import InvalidRequest, unread
 
 if TYPE_CHECKING:
     from serve_app.batch.answered import AnsweredLine
     from serve_app.batch.batch_file import BatchRequest
     from serve_app.batch.edge_file import EdgeFile
+    from serve_app.config.app import AppConfig
 
 
 @dataclass
@@ -150,6 +149,7 @@ def _here(
     from serve_app.batch.edge_file import DEFAULT_MAX_GENERATE_LENGTH
     from serve_app.batch.run import InferJob, run_batch
     from serve_app.checkpoints.sources import load_served_model, with_local_model
+    from serve_app.config.files import load_settings
 
     adapters: dict[str, Path] = {}
     for file in asked:
@@ -188,7 +188,7 @@ def _here(
         asyncio.run(run_batch(one, info, jobs, tell, keep_order=keep_order, explains=debug))
 
 
-def _by_model(settings: AppConfig, default: str | None, asked: list[_File]) -> dict[str, list[list[int]]]:
+def _by_model(settings: "AppConfig", default: str | None, asked: list[_File]) -> dict[str, list[list[int]]]:
     """Return by served model, in the order of the settings, the numbers of the requests of each file that it answers.
 
     A request's own `model` chooses; any other goes to ``default``, or to the first one. Aliases become the names that

@@ -4,13 +4,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
 import typer
-from pydantic import AwareDatetime, TypeAdapter, ValidationError
 
 from serve_app.cli.admin_client import LOCAL, URL_HELP, Url, ask, part
 from serve_app.cli.console import Commands, fail
-from serve_app.config.quantities import Seconds
-from serve_app.config.tenants import TenantConfig
-from serve_app.tenants import make_api_key
 
 app = typer.Typer(cls=Commands, add_completion=False)
 
@@ -23,6 +19,8 @@ _PATH = "/v1/admin/keys"
 def make(context: typer.Context) -> None:
     """Make an operator's key; `keys new NAME` makes a tenant's. The other commands ask an instance that runs."""
     if context.invoked_subcommand is None:
+        from serve_app.tenants import make_api_key
+
         key, digest = make_api_key()
         print(f"key: {key}\nsha256: {digest}")
         print(f'\n# an operator\'s; in the settings:\noperator_key_sha256: ["{digest}"]')
@@ -42,6 +40,10 @@ def new(
 
     The key is shown only once, and no file is changed.
     """
+    from pydantic import ValidationError
+
+    from serve_app.config.tenants import TenantConfig
+
     try:
         TenantConfig.model_validate({"name": tenant, "key_sha256": ["0" * 64]})
     except ValidationError:
@@ -52,6 +54,8 @@ def new(
         return
     if label is not None:
         fail("--label needs --url: the settings have no labels of keys")
+    from serve_app.tenants import make_api_key
+
     key, digest = make_api_key()
     entry = f'{{sha256: "{digest}", expires: "{moment}"}}' if moment else f'"{digest}"'
     print(f"key: {key}\n\n# in the settings; for an existing tenant only the last line, below its other keys:")
@@ -75,6 +79,10 @@ def rotate(
     url: Url = LOCAL,
 ) -> None:
     """Make a key in place of another one, and print it once."""
+    from pydantic import TypeAdapter
+
+    from serve_app.config.quantities import Seconds
+
     moment = _moment(expires) if expires is not None else None
     try:
         overlap_s = TypeAdapter[float](Seconds).validate_python(overlap)
@@ -131,6 +139,10 @@ def _show(key: dict[str, Any]) -> None:
 
 def _moment(text: str, told: str = "--expires") -> str:
     """Return a time, or the end of a duration from now, in RFC 3339 with UTC and whole seconds."""
+    from pydantic import AwareDatetime, TypeAdapter, ValidationError
+
+    from serve_app.config.quantities import Seconds
+
     try:
         moment = datetime.now(UTC) + timedelta(seconds=TypeAdapter[float](Seconds).validate_python(text))
     except (ValueError, OverflowError):

@@ -5,19 +5,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 
-from serve_app.checkpoints.checkpoint import CheckpointError
-from serve_app.checkpoints.kv_planner import KvRoom, kv_room, plan_kv
-from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, TraceError, read_trace, reuse_curve
-from serve_app.checkpoints.sources import model_config
 from serve_app.cli.console import fail
-from serve_app.config.files import load_settings
-from serve_app.config.quantities import Bytes
 from serve_app.errors import unread
+
+if TYPE_CHECKING:
+    from serve_app.checkpoints.kv_planner import KvRoom
+    from serve_app.checkpoints.reuse import ReuseCurve
 
 _GOOD_PART = 0.9
 """Fraction of an unlimited cache's hit rate; the rest is expensive."""
@@ -41,6 +38,14 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Print a cache's capacity and the expected hit rate; exits with 2 for invalid input."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from serve_app.checkpoints.checkpoint import CheckpointError
+    from serve_app.checkpoints.kv_planner import kv_room
+    from serve_app.checkpoints.reuse import TraceError, read_trace, reuse_curve
+    from serve_app.checkpoints.sources import model_config
+    from serve_app.config.quantities import Bytes
+
     if (trace is None) == (prefixes is None) or (prefixes is None) != (prefix_tokens is None):
         fail("give --prefixes and --prefix-tokens, or --trace")
     if (model is None) == (config is None):
@@ -79,6 +84,8 @@ _Wanted = tuple[str, str, tuple[int, int], int]
 
 def _wanted(config: Path | None, flags: _Wanted) -> dict[str, _Wanted]:
     """Return what to plan by the model's name: what the flags say, or each model of a settings file."""
+    from serve_app.config.files import load_settings
+
     if config is None:
         return {flags[0]: flags}
     return {
@@ -93,8 +100,10 @@ def _wanted(config: Path | None, flags: _Wanted) -> dict[str, _Wanted]:
 
 
 def _by_prefixes(
-    room_of: Callable[[int], KvRoom], memory_bytes: int, prefixes: int, prefix_tokens: int, replicas: int
+    room_of: "Callable[[int], KvRoom]", memory_bytes: int, prefixes: int, prefix_tokens: int, replicas: int
 ) -> tuple[dict[str, Any], str]:
+    from serve_app.checkpoints.kv_planner import plan_kv
+
     plans = {size: plan_kv(room_of(size), prefixes, prefix_tokens, replicas) for size in _sizes(memory_bytes)}
     rows = [
         {"memory_bytes": size, "prefixes": plan.prefixes_per_replica * replicas, "hit_rate": plan.hit_rate}
@@ -121,8 +130,10 @@ Expected hit rate, all prefixes being equally popular: {wanted.hit_rate:.0%}; \
 
 
 def _by_trace(
-    room_of: Callable[[int], KvRoom], memory_bytes: int, replicas: int, curve: ReuseCurve
+    room_of: "Callable[[int], KvRoom]", memory_bytes: int, replicas: int, curve: "ReuseCurve"
 ) -> tuple[dict[str, Any], str]:
+    from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS
+
     room = room_of(memory_bytes)
     blocks = {size: room_of(size).tokens * replicas // TRACE_BLOCK_TOKENS for size in _sizes(memory_bytes)}
     rows = [

@@ -10,7 +10,6 @@ import typer
 from serve_app.cli.admin_client import LOCAL, Url, ask
 from serve_app.cli.console import Commands, fail, harmless
 from serve_app.errors import unread
-from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError
 
 if TYPE_CHECKING:
     from serve_app.cache_misses.lint import LintReport, Tokens
@@ -23,7 +22,7 @@ app = typer.Typer(
 )
 
 Ref = Annotated[str, typer.Argument(help="NAME@VERSION")]
-PromptsDirectory = Annotated[Path, typer.Option("--dir", help=f"the directory of the prompts and {LOCK}")]
+PromptsDirectory = Annotated[Path, typer.Option("--dir", help="the directory of the prompts and prompts.lock")]
 Cold = Annotated[bool, typer.Option(help="switch at once, without computing the version first")]
 
 
@@ -97,6 +96,8 @@ def add(
     directory: PromptsDirectory = Path("prompts"),
 ) -> None:
     """Lock a version: from now on, every client gets exactly these bytes."""
+    from serve_app.prompts.lock import PromptDirectory, PromptError
+
     try:
         lock = PromptDirectory(directory).add(ref, file, tenant)
     except PromptError as error:
@@ -109,6 +110,8 @@ def add(
 @app.command()
 def verify(directory: PromptsDirectory = Path("prompts")) -> None:
     """Compare every prompt with its digest; exits with 1 if one has changed since it was locked."""
+    from serve_app.prompts.lock import PromptDirectory, PromptError
+
     try:
         shelf = PromptDirectory(directory)
         problems, locks = shelf.problems(), shelf.locks()

@@ -3,11 +3,9 @@
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from serve_app.cli.admin_client import LOCAL, Url, ask, part
 from serve_app.cli.console import Commands, fail
-from serve_app.config.files import NotYaml, read_yaml
 
 app = typer.Typer(
     cls=Commands,
@@ -72,6 +70,8 @@ def changes(limit: Annotated[int, typer.Option(help="how many", min=1, max=1000)
 
 
 def _values(fields: list[str] | None) -> dict[str, Any]:
+    from serve_app.config.files import NotYaml, read_yaml
+
     found: dict[str, Any] = {}
     for field in fields or ():
         name, equals, value = field.partition("=")
@@ -94,6 +94,8 @@ def _show(tenant: dict[str, Any]) -> None:
 
 def _as_yaml(value: Any) -> str:
     """Return a value as it may be given to ``set``, without what a map leaves open."""
+    import yaml
+
     if isinstance(value, dict):
         value = {name: inner for name, inner in value.items() if inner is not None}
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000).removesuffix("...\n").strip()

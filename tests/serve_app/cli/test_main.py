@@ -1,7 +1,10 @@
 """The commands of `warmpath`, and errors that name a remedy."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from inspect import signature
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from serve_app.config.sentences import OPTIONS
 from serve_app.config.tenants import TenantConfig
 from serve_app.ingress.routes.application import make_application
 from serve_app.tenants import make_api_key
+from tests.pages import ROOT
 from tests.serve_app.ingress.routes.test_application import services_of
 from tests.serve_app.ingress.scripted import Loopback
 
@@ -29,7 +33,7 @@ from tests.serve_app.ingress.scripted import Loopback
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The starts that `warmpath serve` would make; the port is not checked."""
     launches: list[Launch] = []
-    monkeypatch.setattr(main, "findings", lambda look, *_: findings(look, "settings"))
+    monkeypatch.setattr("serve_app.cli.checks.run.findings", lambda look, *_: findings(look, "settings"))
     monkeypatch.setattr(main, "with_model", lambda settings: settings)
     monkeypatch.setattr(Supervisor, "run", lambda _, launch: launches.append(launch) or 0)
     return launches
@@ -168,8 +172,8 @@ def test_vllm_takes_the_gpus_of_the_machine(
     launched: list[Launch], monkeypatch: pytest.MonkeyPatch, gpus: int, block_size: int
 ) -> None:
     """The start reports this; its blocks are those of the device."""
-    monkeypatch.setattr(main, "findings", lambda *_: ())
-    monkeypatch.setattr(main, "gpu_count", lambda: gpus)
+    monkeypatch.setattr("serve_app.cli.checks.run.findings", lambda *_: ())
+    monkeypatch.setattr("serve_app.cli.checks.machine.gpu_count", lambda: gpus)
     flags = ["--replicas=1", "--tensor-parallel-size=2", "--engine-arg=kv-cache-dtype=fp8"]
     told = CliRunner().invoke(app, ["serve", "demo", "--engine", "vllm", *flags])
     assert told.exit_code == 0, told.output
@@ -188,7 +192,7 @@ def test_vllm_takes_the_gpus_of_the_machine(
     ],
 )
 def test_drafts_are_vllms_flags(launched: list[Launch], monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
-    monkeypatch.setattr(main, "findings", lambda *_: ())
+    monkeypatch.setattr("serve_app.cli.checks.run.findings", lambda *_: ())
     told = CliRunner().invoke(app, ["serve", "demo", "--engine", "vllm", *flags])
     assert told.exit_code == 0, told.output
     drafting = AppConfig.model_validate(launched[0].settings).drafting
@@ -203,6 +207,46 @@ def test_every_setting_is_a_flag_too(launched: list[Launch]) -> None:
     settings = AppConfig.model_validate(launched[0].settings)
     assert (settings.kv_cache_bytes, settings.max_model_len, settings.replicas) == (64 << 20, 512, 3)
     assert settings.strict and settings.explain_misses and not settings.enable_prefix_caching
+
+
+HEAVY = "ray torch transformers vllm numpy httpx aiohttp starlette tokenizers".split()
+RUNTIMES = {"ray", "torch", "transformers", "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("command", "needs"),
+    [
+        ("--help", set()),
+        ("plan --help", set()),
+        ("keys --help", set()),
+        ("bench --help", set()),
+        ("keys new acme", set()),
+        ("settings pin", set()),
+        ("prompts verify --dir .", set()),
+        ("tenants list --url http://127.0.0.1:9", {"httpx"}),
+        ("check settings.yaml", set(HEAVY) - RUNTIMES),
+        ("plan --model config.json --memory 1GB --prefixes 1 --prefix-tokens 1", set(HEAVY) - RUNTIMES),
+    ],
+)
+def test_commands_import_what_they_need(command: str, needs: set[str], tmp_path: Path) -> None:
+    """Each import costs every command its time: those that start or run no model load no engine and no Ray."""
+    (tmp_path / "settings.yaml").write_text("replicas: 2\n")
+    code = (
+        "import atexit, sys; sys.argv[0] = 'warmpath'; "
+        f"atexit.register(lambda: print('loaded', *[one for one in {HEAVY} if one in sys.modules])); "
+        "from serve_app.cli.entry import main; main()"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = done.stdout.splitlines()[-1].split()
+    assert last[0] == "loaded" and set(last[1:]) <= needs, done.stdout + done.stderr
 
 
 def test_options_that_are_no_settings_are_known() -> None:

@@ -20,7 +20,6 @@ from serve_app.cli import shadow
 from serve_app.cli.checks import machine
 from serve_app.cli.checks.finding import Finding, Look, problem
 from serve_app.cli.checks.machine import GIB
-from serve_app.cli.commands import check
 from serve_app.cli.local_ray import held_port
 from serve_app.cli.main import app
 from serve_app.cli.processes import Holder
@@ -47,7 +46,7 @@ def test_a_problem_is_one_line_of_advice_and_status_1(monkeypatch: pytest.Monkey
     shown = [Finding("a", "fine"), Finding("b", "odd", "look", "warning"), problem("c", "broken", "mend it")]
 
     def run(findings: list[Finding], *arguments: str) -> Any:
-        monkeypatch.setattr(check, "findings", lambda *_: iter(findings))
+        monkeypatch.setattr("serve_app.cli.checks.run.findings", lambda *_: iter(findings))
         return CliRunner().invoke(app, ["doctor", *arguments])
 
     result = run(shown)
