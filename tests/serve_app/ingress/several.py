@@ -28,6 +28,7 @@ from serve_app.fairness.shares import Shares
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.adapter_admin import AdapterAdmin
+from serve_app.ingress.batches import BatchDesk
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
@@ -97,6 +98,7 @@ class Several:
         limits.checks.append(budgets.check)
         metrics.more.append(budgets.samples)
         objects = StoredObjects(database, SECRET, workers, BOUNDS)
+        self.batches = BatchDesk(objects, "ingress", lambda: tenants.by_name)
         self.registry = TenantRegistry(objects, config)
         admin = TenantAdmin(self.registry, Broadcast(handle, "app", 1))
         usage = Ledgers.__new__(Ledgers)  # without its regular writes, which need a loop
@@ -148,7 +150,7 @@ class Several:
                     core, broadcast, cast(Any, None), cast(Any, SimpleNamespace(done=lambda: True)),
                     SessionList(AsyncMock(return_value=[{"replica": f"replica-of-{name}", "rows": []}])),
                 ),
-                Records(counts, cast(Any, live), usage, history, journal, tables, None, stored),
+                Records(counts, cast(Any, live), usage, history, journal, tables, None, stored, self.batches),
                 completions,
                 several=self.models,
             )  # fmt: skip

@@ -1,12 +1,14 @@
 """Tenants and keys over HTTP: who may change them, what is in force at once, and what is never shown."""
 
 import asyncio
+import json
 import logging
 from typing import Any
 
 import httpx
 import pytest
 
+from serve_app.engine.protocol import AdapterSpec
 from serve_app.tenants import make_api_key
 from tests.serve_app.ingress.several import Checkpoint, Several
 from tests.serve_app.ingress.test_models import CHAT, OPERATOR, checkpoint, config_of, digest, key_of, tenants
@@ -232,9 +234,11 @@ def test_an_open_server_closes_with_its_first_tenant_and_never_opens_again(check
 
 
 def test_a_name_that_is_given_again_opens_nothing_of_before(checkpoint: Checkpoint) -> None:
-    """Neither responses nor usage nor the cache nor requests; `restore` takes all of them over."""
+    """Neither responses, files, batches, usage, budget, cache, requests nor adapters; `restore` takes them over."""
 
     async def walk(desk: Desk) -> None:
+        adapters = desk.several.models.first.catalog.adapters
+
         async def begin(**more: Any) -> tuple[Any, str]:
             made = await desk.post("tenants", name="initech", budget={"tokens": 10**6}, **more)
             assert made["name"] == "initech" and (await desk.get("tenants/initech"))["id"] == made["id"]
@@ -249,18 +253,46 @@ def test_a_name_that_is_given_again_opens_nothing_of_before(checkpoint: Checkpoi
             usage, rows = await ask("/v1/usage", key=key), await ask("/v1/tenants/initech/requests", key=key)
             return usage["total"]["requests"], usage["budgets"][0]["used"], len(rows["data"])
 
-        async def end() -> None:
-            assert (await desk.ask("DELETE", "/v1/admin/tenants/initech")).status_code == 200
+        async def lists(key: str) -> list[list[str]]:
+            """Return the ids of files, batches, message batches and models."""
+            paths = "/v1/files", "/v1/batches", "/v1/messages/batches", "/v1/models"
+            return [[one["id"] for one in (await ask(path, key=key))["data"]] for path in paths]
 
+        async def leave(key: str) -> list[list[str]]:
+            form = {"file": ("a.jsonl", (json.dumps(line) + "\n").encode())}
+            transport = httpx.ASGITransport(desk.several.application)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://test", headers={"authorization": f"Bearer {key}"}
+            ) as client:
+                file = (await client.post("/v1/files", data={"purpose": "batch"}, files=form)).json()
+            batch = await ask("/v1/batches", batched | {"input_file_id": file["id"]}, key)
+            said = await ask("/v1/messages/batches", {"requests": [{"custom_id": "a", "params": message}]}, key)
+            assert [file["object"], batch["object"], said["type"]] == ["file", "batch", "message_batch"]
+            return await lists(key)
+
+        async def end(key: str) -> None:
+            assert (await desk.ask("DELETE", "/v1/admin/tenants/initech")).status_code == 200
+            assert (await desk.ask("GET", "/v1/files", key=key)).status_code == 401
+
+        message = {"model": "m0", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
+        line = {"custom_id": "a", "method": "POST", "url": CHAT_PATH, "body": BODY}
+        batched = {"endpoint": CHAT_PATH, "completion_window": "24h"}
         asked = {"input": "Who are you?", "model": "m0", "max_output_tokens": 16}
         name, key = await begin()
         first = await ask("/v1/responses", asked, key)
         assert name == "initech" and (await ask(f"/v1/responses/{first['id']}", key=key))["id"] == first["id"]
         before, generations = await told(key), desk.several.scripts["m0"].asked
         desk.several.models.first.records.journal.add("initech", {"type": "decision", "at_s": 1.0})
-        await end()
+        adapters.merge([adapters.next_entry("polite", AdapterSpec("polite", "0" * 16, "/polite"), (name,))])
+        left, old_key = await leave(key), key
+        assert [len(ids) for ids in left] == [1, 1, 1, 3]
+        await end(key)
         name, key = await begin()
-        assert name == "initech~2"
+        assert name == "initech~2" and await lists(key) == [[], [], [], ["m0", "m1"]]
+        for path in (f"/v1/files/{left[0][0]}", f"/v1/files/{left[0][0]}/content", f"/v1/batches/{left[1][0]}",
+                     f"/v1/messages/batches/{left[2][0]}", "/v1/models/polite"):  # fmt: skip
+            assert (await desk.ask("GET", path, key=key)).status_code == 404, path
+        assert (await desk.ask("GET", "/v1/files", key=old_key)).status_code == 401
         assert (await desk.ask("GET", f"/v1/responses/{first['id']}", key=key)).status_code == 404
         go_on = await desk.ask("POST", "/v1/responses", asked | {"previous_response_id": first["id"]}, key)
         assert go_on.status_code == 400 and await told(key) == (0, 0, 0)
@@ -268,9 +300,11 @@ def test_a_name_that_is_given_again_opens_nothing_of_before(checkpoint: Checkpoi
         assert generations[0].root != generations[1].root and (await told(key))[:2] == before[:2]
         explained = await ask("/v1/cache/explain", asked | {"tenant": "initech"})
         assert explained["tenant"] == "initech~2"
-        await end()
+        left = await leave(key)
+        await end(key)
         name, key = await begin(restore=True)
         assert name == "initech~2" and (await ask(f"/v1/responses/{second['id']}", key=key))["id"] == second["id"]
+        assert await lists(key) == left
         assert (await desk.ask("POST", "/v1/admin/tenants", {"name": "x", "restore": 1})).status_code == 400
 
     running(checkpoint, walk)
