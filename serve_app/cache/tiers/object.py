@@ -142,6 +142,7 @@ class ObjectStore:
         kv_format: KvFormat,
         *,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.counts = TierCounts()
         self.refused_files = 0
@@ -153,6 +154,7 @@ class ObjectStore:
         self._codec = BlockFiles(Path(), kv_format)
         self._most_bytes = kv_format.block_bytes + _BESIDE_BYTES
         self._clock = clock
+        self._wall_clock = wall_clock
         self._keys: _Recent[bytes, _Keys] = _Recent()
         self._absent_until_s: _Recent[str, float] = _Recent()
         self._fresh_until_s: _Recent[str, float] = _Recent()
@@ -320,7 +322,7 @@ class ObjectStore:
                 excess += self._capacity_bytes // SWEEP_PART
             old: list[str] = []
             for written_s, size, path in objects:
-                torn = path.endswith(".tmp") and written_s < time.time() - FRESH_S
+                torn = path.endswith(".tmp") and written_s < self._wall_clock() - FRESH_S
                 if excess > 0 or torn:
                     old.append(path)
                     excess -= size

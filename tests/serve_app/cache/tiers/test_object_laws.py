@@ -1,6 +1,7 @@
 """Laws of a store that two replicas share, under any order of their writes, reads, resets and restarts."""
 
 import threading
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.cache.prefix_digest import scope_digest
-from serve_app.cache.tiers.object import ABSENT_S, ObjectStore
+from serve_app.cache.tiers.object import ABSENT_S, FRESH_S, ObjectStore
 from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, path, wanted
 
 SCOPES = {"a": PrefixScope("m", salt=b"a"), "b": PrefixScope("m", salt=b"b")}
@@ -88,6 +89,21 @@ class SharedStore(RuleBasedStateMachine):
 
 TestSharedStore = SharedStore.TestCase
 TestSharedStore.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.parametrize("times", [-1000.0, -1.0, 0.0, 0.5, 1.0, 2.0, 1000.0])
+def test_what_a_writer_left_midway_is_removed_once_no_writer_can_be_at_it(times: float) -> None:
+    """By its age in `FRESH_S`; below zero: the clock was set back. Whole objects stay at any age, within the bound."""
+    file_system = MemoryFileSystem(skip_instance_cache=True)
+    file_system.store, file_system.pseudo_dirs = {}, [""]
+    now_s = 2e9
+    store = ObjectStore(file_system, "/kv", 1 << 30, FORMAT, clock=lambda: 0.0, wall_clock=lambda: now_s)
+    names = ["/kv/a.kv", "/kv/b.kv.1.tmp"]
+    for name in names:
+        file_system.pipe_file(name, b"x")
+        file_system.store[name].created = datetime.fromtimestamp(now_s - times * FRESH_S, UTC)
+    store._sweep()
+    assert file_system.find("/kv") == (names if times <= 1 else names[:1])
 
 
 class Direct:
