@@ -74,7 +74,10 @@ INSERT INTO sealed_objects SELECT ?, ?, ?, ?, ?, ? WHERE
     (SELECT COALESCE(SUM(bytes), 0) FROM sealed_objects WHERE owner = ? AND expires_s >= ?) <= ?
 ON CONFLICT DO NOTHING
 """
-_LAPSE = "DELETE FROM sealed_objects WHERE id IN (SELECT id FROM sealed_objects WHERE expires_s < ? LIMIT 100)"
+_LAPSE = """
+DELETE FROM sealed_objects
+WHERE id IN (SELECT id FROM sealed_objects WHERE expires_s < ? LIMIT 100) OR (id = ? AND expires_s < ?)
+"""
 _SWAP = "UPDATE sealed_objects SET data = ?, bytes = ? WHERE id = ? AND data = ?"
 _FIND = "SELECT data FROM sealed_objects WHERE id = ? AND expires_s >= ?"
 _LIST = "SELECT id{} FROM sealed_objects WHERE owner = ? AND kind = ? AND expires_s >= ?"
@@ -220,7 +223,7 @@ class SqlDatabase:
         Postgres, by one object each at most. After a lost connection it may be this call's and still not be new.
         """
         now_s = self._bounds.now_s()
-        self._execute(_LAPSE, now_s)
+        self._execute(_LAPSE, now_s, at.id, now_s)
         row = at.id, at.owner, at.kind, expires_s, len(data), data
         if most_bytes is None:
             return bool(self._execute(_INSERT, *row))

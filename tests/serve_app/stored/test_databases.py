@@ -403,6 +403,48 @@ def test_a_response_is_there_for_its_time_even_if_nothing_removes_it(tmp_path: P
     with_stored(tmp_path / "responses.sqlite", work, bounds=bounds)
 
 
+TIMES = (-1000.0, -1.0, 0.0, 0.5, 1.0, 2.0, 1000.0)
+
+
+@settings(max_examples=20)
+@given(st.permutations(TIMES))
+def test_what_is_stored_lives_by_the_clock_wherever_it_goes(times: list[float]) -> None:
+    """In any order, without a write that removes what is over: responses, files and whatever else has an end."""
+    now_s = NOW_S
+    bounds = StorageLimits(50, 1 << 20, lambda: now_s)
+
+    async def work(stored: StoredResponses) -> None:
+        nonlocal now_s
+        kept = StoredObjects(stored._database, SECRET, FairWorkers(Shares({})), bounds)
+        await stored.put("acme", document("resp_1", created_s=NOW_S))
+        assert await kept.insert("acme", "file", "a", b"x", NOW_S + 50)
+        for moment in times:
+            now_s = NOW_S + 50 * moment
+            there = moment <= 1
+            assert (await stored.get("acme", "resp_1") is not None) == there, moment
+            assert (await kept.get("acme", "file", "a") is not None) == there, moment
+            assert (len(await kept.all("acme", "file")), await kept.taken("acme") > 0) == (there, there), moment
+        now_s = NOW_S + 50 * 1000
+        assert await kept.insert("acme", "file", "a", b"y", now_s + 50)
+        assert await kept.get("acme", "file", "a") == b"y"
+
+    with tempfile.TemporaryDirectory() as folder:
+        with_stored(Path(folder) / "responses.sqlite", work, bounds=bounds)
+
+
+def test_a_name_is_free_once_its_object_is_over_however_many_others_are(tmp_path: Path, clock: Clock) -> None:
+    async def run() -> None:
+        kept = objects(tmp_path / "db", clock)
+        for number in range(250):
+            assert await kept.insert("acme", "file", str(number), b"x", NOW_S + 50)
+        clock.now_s += 51
+        for number in reversed(range(250)):
+            assert await kept.insert("acme", "file", str(number), b"y", clock.now_s + 50), number
+            assert await kept.get("acme", "file", str(number)) == b"y"
+
+    asyncio.run(run())
+
+
 def test_a_response_that_cannot_be_stored_is_refused_whole(tmp_path: Path) -> None:
     """A response above its tenant's bound, or an unreachable database, is an error with advice."""
     small = StorageLimits(50, 100)
