@@ -129,22 +129,25 @@ class Pins:
         return next(key for key, pin in reversed(self._pins.items()) if pin.tenant == furthest)
 
     def renew(self, key: bytes, ttl_s: float | None, now_s: float) -> bool:
-        """Restart a pin's time with the longer of its TTL and ``ttl_s``. Return False when there is no such pin."""
+        """Restart a pin's time with the longer of its TTL and ``ttl_s``. Return False when there is no such pin.
+
+        Of one whose time is over, and that nobody has removed yet, the TTL counts no more.
+        """
         pin = self._pins.get(key)
         if pin is None:
             return False
         if pin.ttl_s is not None:
-            pin.ttl_s = None if ttl_s is None else max(ttl_s, pin.ttl_s)
+            pin.ttl_s = None if ttl_s is None else ttl_s if pin.expires_s <= now_s else max(ttl_s, pin.ttl_s)
             pin.expires_s = math.inf if pin.ttl_s is None else max(pin.expires_s, now_s + pin.ttl_s)
         return True
 
     def read(self, blocks: Iterable[int], now_s: float) -> None:
-        """Renew the pins that a read prefix contains in full."""
+        """Renew the pins that a read prefix contains in full, unless their time is over."""
         if self._soonest_s == math.inf:
             return
         within = set(blocks)
         for pin in self._pins.values():
-            if pin.ttl_s is not None and pin.blocks[-1] in within:
+            if pin.ttl_s is not None and pin.expires_s > now_s and pin.blocks[-1] in within:
                 pin.expires_s = now_s + pin.ttl_s
 
     def remove(self, key: bytes) -> tuple[int, ...]:

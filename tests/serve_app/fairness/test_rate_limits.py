@@ -61,6 +61,42 @@ def test_no_stretch_of_time_gives_out_more_than_the_limit(
         assert bucket.level(now_s) <= most
 
 
+@given(st.floats(1, 50), st.floats(0.1, 10), st.lists(st.floats(-100, 100), max_size=20))
+def test_a_clock_that_is_set_back_gives_out_nothing(most: float, per_s: float, moves: list[float]) -> None:
+    """Whatever is asked for at any time: the bucket, and the inflow of the time that went on, are the most."""
+    now_s, taken, forward_s = 1000.0, 0.0, 0.0
+    bucket = TokenBucket(most, per_s, now_s)
+    for move_s in moves:
+        before = bucket.level(now_s)
+        now_s, forward_s = now_s + move_s, forward_s + max(0.0, move_s)
+        assert move_s > 0 or bucket.level(now_s) == before
+        level = max(0.0, bucket.level(now_s))
+        bucket.take(level, now_s)
+        taken += level
+        assert taken <= most + per_s * forward_s + 1e-6
+
+
+@pytest.mark.parametrize("times", [0.5, 1.0, 2.0, 1000.0])
+def test_a_refusal_ends_with_its_time(times: float) -> None:
+    """And with no more than the whole limit, however long nobody asks."""
+    clock = Clock()
+    limits = limits_of(clock, requests_per_second=0.25, tokens_per_minute=600)
+    limits.begin("acme")
+    clock.now_s += times * refused(lambda: limits.begin("acme"))
+    if times < 1:
+        refused(lambda: limits.begin("acme"))
+        return
+    limits.begin("acme")
+    refused(lambda: limits.begin("acme"))
+    clock.now_s += 1000
+    limits.begin("acme").reserve(600, 0)
+    clock.now_s += 4
+    later = limits.begin("acme")
+    clock.now_s += times * refused(lambda: later.reserve(300, 300))
+    later.reserve(300, 300)
+    refused(lambda: later.reserve(1, 0))
+
+
 def test_requests_a_second_and_at_once() -> None:
     """Each limit is independent; a refused request counts for none."""
     clock = Clock()

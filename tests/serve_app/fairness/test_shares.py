@@ -29,6 +29,25 @@ def test_shares_are_those_of_recently_active_tenants() -> None:
     assert shares.fraction("a") == 1 / 2
 
 
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from([-1000.0, -1.0, 0.0, 0.5, 1.0, 2.0, 1000.0])), max_size=20
+    )
+)
+def test_a_tenant_competes_for_its_time_wherever_the_clock_goes(steps: list[tuple[str, float]]) -> None:
+    """By a list of who was seen when. Who has lost its share stays without one if the clock is set back."""
+    clock, seen_s = Clock(), dict[str, float]()
+    shares = Shares(WEIGHTS, clock)
+    for tenant, times in steps:
+        clock.now_s += times * ACTIVE_S
+        seen_s = {name: at_s for name, at_s in seen_s.items() if clock.now_s - at_s <= ACTIVE_S}
+        assert shares.contested == (len(seen_s) > 1)
+        shares.touch(tenant)
+        seen_s[tenant] = clock.now_s
+        if len(seen_s) > 1:
+            assert shares.fraction(tenant) == WEIGHTS[tenant] / sum(WEIGHTS[name] for name in seen_s)
+
+
 @given(st.lists(st.sampled_from("abc")), st.lists(st.floats(0.1, 9), min_size=3, max_size=3))
 def test_other_weights_hold_as_if_they_had_always_been(seen: list[str], weights: list[float]) -> None:
     """Settings may change while tenants are active; several may become one, and one may become several."""

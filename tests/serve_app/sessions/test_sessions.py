@@ -232,6 +232,26 @@ def test_long_unused_sessions_are_forgotten_and_counted(sessions: Sessions, cloc
     assert samples["warmpath_sessions", (("state", "running"),)] == 1
 
 
+@pytest.mark.parametrize("times", [0.5, 1.0, 2.0, 1000.0])
+def test_a_paused_session_holds_its_room_for_its_time_and_is_forgotten_after_its_own(
+    sessions: Sessions, clock: Clock, times: float
+) -> None:
+    """Each by its own limit; a clock that is set back brings nothing back."""
+    session = turn(sessions, "1", chain(("x", 20)))
+    clock.now_s = times * FIRST_HOLD_S
+    live = times < 1
+    assert (bool(sessions.held()), sessions.state(session, SLOW)) == (live, "paused" if live else "left")
+    clock.now_s = 0.0
+    assert (bool(sessions.held()), sessions.state(session, SLOW)) == (live, "paused" if live else "left")
+    clock.now_s = times * 3600.0
+    sessions.expire()
+    kept = times <= 1
+    assert (len(sessions.all()), sessions.held()) == (kept, {})
+    clock.now_s = 0.0
+    again = turn(sessions, "2", chain(("x", 21)))
+    assert (again is session) == kept and len(sessions.all()) == 1
+
+
 def test_returns_that_find_their_context_are_told_from_those_that_do_not(sessions: Sessions) -> None:
     turn(sessions, "1", chain(("x", 40)))
     turn(sessions, "2", chain(("x", 41)), cached=40 * SIZE)

@@ -5,7 +5,7 @@ import hmac
 import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
@@ -186,6 +186,22 @@ def test_only_its_holder_learns_that_a_key_expired_or_was_revoked() -> None:
     with pytest.raises(AuthenticationFailed, match="expired"):
         tenants.authenticate(header("acme2"))
     assert not tenants.open
+
+
+@given(st.integers(1, 10**6), st.permutations([-1000.0, -1.0, 0.0, 0.5, 1.0, 2.0, 1000.0]))
+def test_a_key_opens_until_its_end_wherever_the_clock_goes(life_s: int, times: list[float]) -> None:
+    """In any order: a clock that is set back makes it valid again, one that is set ahead ends it."""
+    begin = datetime(2027, 1, 31, tzinfo=UTC)
+    now_s = begin.timestamp()
+    ends = (begin + timedelta(seconds=life_s)).isoformat()
+    tenants = Tenants([config("acme", {"sha256": KEYS["acme"][1], "expires": ends})], SECRET, now_s=lambda: now_s)
+    for time in times:
+        now_s = begin.timestamp() + time * life_s
+        if time < 1:
+            assert tenants.authenticate(header("acme")) == Tenant("acme")
+        else:
+            with pytest.raises(AuthenticationFailed, match="expired"):
+                tenants.authenticate(header("acme"))
 
 
 WORDS = st.text("ab\0\1\2", min_size=1, max_size=4)

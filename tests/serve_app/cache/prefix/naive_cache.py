@@ -50,7 +50,8 @@ class NaivePins:
     def add(self, key: bytes, blocks: list[int], ttl: float | None, now_s: float, tenant: str) -> str:
         old = self.pins.get(key)
         if old is not None:
-            old.ttl = None if ttl is None or old.ttl is None else max(ttl, old.ttl)
+            over = old.ends_s <= now_s
+            old.ttl = None if ttl is None or old.ttl is None else ttl if over else max(ttl, old.ttl)
             old.ends_s = float("inf") if old.ttl is None else now_s + old.ttl
             return "present"
         if len(self.blocks(tenant) | set(blocks)) <= self.shares[tenant]:
@@ -64,7 +65,7 @@ class NaivePins:
 
     def read(self, matched: list[int], now_s: float) -> None:
         for pin in self.pins.values():
-            if pin.ttl is not None and set(pin.blocks) <= set(matched):
+            if pin.ttl is not None and pin.ends_s > now_s and set(pin.blocks) <= set(matched):
                 pin.ends_s = now_s + pin.ttl
 
     def expire(self, now_s: float) -> None:

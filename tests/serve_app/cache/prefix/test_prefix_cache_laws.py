@@ -143,7 +143,7 @@ class CacheMachine(RuleBasedStateMachine):
         ids=IDS,
         blocks=st.integers(1, 4),
         key=st.sampled_from([b"v", b"w", b"x", b"y", b"z"]),
-        ttl=st.sampled_from([None, 4]),
+        ttl=st.sampled_from([None, 4, 8]),
         tenant=st.sampled_from(list(SHARES)),
     )
     def pin(self, scope: PrefixScope, ids: list[int], blocks: int, key: bytes, ttl: float | None, tenant: str) -> None:
@@ -168,6 +168,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.shares.update(new)
         self.pins.shares = pin_shares(new)
         self.cache.set_shares(new)
+
+    @rule(seconds=st.sampled_from([2.0, 4.0, 8.0, 4000.0]))
+    def nobody_comes(self, seconds: float) -> None:
+        """Nothing is asked for meanwhile, so no pin is removed yet."""
+        self.now_s += seconds
 
     @rule(seconds=st.sampled_from([1.0, 3.0, CACHE_ACTIVE_S + 1]))
     def time_passes(self, seconds: float) -> None:
