@@ -28,8 +28,8 @@ from serve_app.structured.grammar import Grammar
 
 MAX_CPU_S = 3
 """CPU seconds of one check, beyond those in which a grammar's wrong part is searched for."""
-MAX_WAIT_S = 30.0
-"""Seconds that one check may take in all, on a machine that is busy."""
+MAX_WAIT_S = 120.0
+"""Seconds that one check may take in all: on a busy machine its CPU time takes a while."""
 MAX_MORE_BYTES = 2 << 30
 """Memory that a process may take beside its tokenizer."""
 PROCESSES = 2

@@ -10,6 +10,7 @@ import contextlib
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -110,17 +111,35 @@ async def measure(target: Victim, key: str, model: str, kinds: list[str], second
         await asyncio.sleep(REST_S)  # nothing is compiled or loaded later
     async with watching(target.url, key, model) as alone:
         await asyncio.sleep(max(20.0, seconds))
+    print(row("alone", alone.to_json()), file=sys.stderr, flush=True)
     found: dict[str, Any] = {}
     together = Watched()
     for kind in kinds:
-        print(f"{kind}, {seconds:g} s", file=sys.stderr, flush=True)
-        async with watching(target.url, key, model) as seen, attack(kind, target) as statuses:
-            await asyncio.sleep(seconds)
+        broken = ""
+        async with watching(target.url, key, model) as seen:
+            try:
+                async with attack(kind, target) as statuses:
+                    await asyncio.sleep(seconds)
+            except RuntimeError as error:  # the other kinds still count
+                broken, statuses = str(error), Counter()
         for name in ("health_s", "ttft_s", "total_s", "failed"):
             getattr(together, name).extend(getattr(seen, name))
-        found[kind] = {**seen.to_json(), **ratios(alone, seen), "statuses": dict(statuses)}
+        found[kind] = {**seen.to_json(), **ratios(alone, seen), "statuses": dict(statuses), "broken": broken}
+        print(row(kind, found[kind]), file=sys.stderr, flush=True)
         await asyncio.sleep(REST_S)
     return {"alone": alone.to_json(), "beside": {**together.to_json(), **ratios(alone, together)}, "kinds": found}
+
+
+def row(name: str, figures: Mapping[str, Any]) -> str:
+    """Return the figures beside one kind on a line, which is told as soon as it is known."""
+    said = [f"/health {figures['worst_health_s'] or 0.0:.2f} s at most"]
+    for key, of in (("ttft", "first token"), ("answer", "answer")):
+        if spread_s := figures.get(f"{key}_s"):
+            times = figures.get(f"{key}_p99_ratio")
+            said.append(f"{of} p99 {spread_s['p99']:.2f} s" + (f" ({times:.2f}x)" if times else ""))
+    said += [f"{count} x {status}" for status, count in sorted(figures.get("statuses", {}).items())]
+    failed = [f"failed: {figures['failed'][0]}"] if figures["failed"] else []
+    return f"{name}: {', '.join([*said, *failed, *filter(None, [figures.get('broken')])])}"
 
 
 def ratios(alone: Watched, beside: Watched) -> dict[str, float | None]:

@@ -88,6 +88,6 @@ def test_a_check_ends_with_its_client(trials: GrammarTrials, monkeypatch: pytest
     assert ended.wait(30)
     thread.join()
     assert process._popen.returncode is not None and trials._idle == []
-    monkeypatch.setattr(trials, "_clock", iter([0.0, 100.0]).__next__)
+    monkeypatch.setattr(trials, "_clock", iter([0.0, 1000.0]).__next__)
     with pytest.raises(GrammarError, match="too much work"):
         trials.checked(ENDLESS)
