@@ -90,6 +90,34 @@ def test_a_line_that_the_server_fails_at_is_asked_for_three_times(world: World) 
     world.run(run())
 
 
+def test_a_batch_that_makes_room_ends_and_counts_what_it_has_begun(world: World) -> None:
+    """Also the tries of a line that the server fails at; nothing of it is asked for again."""
+
+    async def run() -> None:
+        one, limited = world.ingress(), True
+
+        async def answer(tenant: str, prompt: str) -> Said:
+            await asyncio.sleep(0.1)
+            if prompt == "5" and limited:
+                return Said(429, b"{}", retry_after_s=86_400.0, own_limit=True)
+            return Said(500 if prompt == "0" else 200, b"{}")
+
+        world.answer = answer  # type: ignore[method-assign]
+        batch = await one.submit("acme", 6, window_s=80_000.0)
+        one.start()
+        await world.until(lambda: asyncio.sleep(0, bool(one.worker.running)), 10)
+        await world.until(lambda: asyncio.sleep(0, not one.worker.running), 60)
+        found = await one.batches.get("acme", batch.id)
+        assert (found.status, found.completed, found.failed) == ("in_progress", 4, 1)
+        limited = False
+        one.worker.limits_changed()
+        await world.until_ended(one, ("acme", batch))
+        await one.worker.stop()
+        assert [world.asked["acme", str(at)] for at in range(6)] == [3, 1, 1, 1, 1, 2]
+
+    world.run(run())
+
+
 def test_the_first_result_of_a_line_stays(world: World) -> None:
     """Of two processes that both ask for it, one says that its result is new."""
 
