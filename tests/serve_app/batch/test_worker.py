@@ -118,6 +118,28 @@ def test_a_batch_that_makes_room_ends_and_counts_what_it_has_begun(world: World)
     world.run(run())
 
 
+@pytest.mark.parametrize("back_s", [0.0, 7000.0])
+def test_a_batch_of_a_dead_process_goes_on_after_its_lease(back_s: float, world: World) -> None:
+    """Not later, if the clock was set back; and nobody else takes one of a living process."""
+
+    async def run() -> None:
+        one, two = world.ingress("one"), world.ingress("two")
+        batch = await one.submit("acme", 3)
+        world.quiet = False
+        one.start()
+        await world.until(lambda: asyncio.sleep(0, bool(one.worker.running)), 10)
+        two.start()
+        await asyncio.sleep(3 * worker.LEASE_S)
+        assert not two.worker.running
+        await one.kill()
+        world.shift_s -= back_s
+        world.quiet = True
+        await world.until_ended(two, ("acme", batch), most_s=worker.LEASE_S + 10)
+        await two.worker.stop()
+
+    world.run(run())
+
+
 def test_the_first_result_of_a_line_stays(world: World) -> None:
     """Of two processes that both ask for it, one says that its result is new."""
 
