@@ -15,6 +15,7 @@ from serve_app.api.openai.responses.request import parse_response_request
 from serve_app.api.request import ChatRequest
 from serve_app.checkpoints.demo_model import ensure_demo_model
 from serve_app.tokenization.chat_template import ChatTemplate
+from tests.harness.growth import grows_too_fast
 from tests.templates.conversations import Talk, chat_body, messages_body, responses_body, talks
 from tests.templates.wheel import chat_templates, each_template
 
@@ -92,3 +93,26 @@ def test_a_call_that_was_cut_off_is_taken_back(name: str) -> None:
         messages = [{"role": "user", "content": "qzuser"}, said, result, {"role": "user", "content": "qzlast"}]
         text = rendered(name, parse_chat, {"messages": messages})
         assert all(mark in text for mark in ("qzuser", "qzname", "qzresult", "qzlast", *["qzanswer"] * (end % 2)))
+
+
+def long_talk(turns: int) -> dict[str, Any]:
+    """Return a chat in which an agent calls two tools a turn."""
+    said: list[Any] = [{"role": "user", "content": "Go"}]
+    for turn in range(turns):
+        calls = [
+            {"id": f"c{turn}-{at}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for at in "ab"
+        ]
+        said.append({"role": "assistant", "content": f"{turn}", "tool_calls": calls})
+        said += [{"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in calls]
+        said += [{"role": "assistant", "content": "So far."}, {"role": "user", "content": f"And {turn}?"}]
+    return {"messages": said}
+
+
+@each_template()
+def test_a_long_talk_is_rendered_in_time_that_grows_with_it(name: str) -> None:
+    """By templates that look back, too, and with what mends their prompts."""
+    talks = {
+        turns: parse_chat(json.dumps({"model": "m"} | long_talk(turns)).encode()).messages for turns in (400, 1600)
+    }
+    shown = template(name)
+    assert not grows_too_fast(lambda turns: shown.render(talks[turns]), 1600, 1600)
