@@ -96,7 +96,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 if line.strip():
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path} cannot be read after line {number}: {unread(error)}") from error
+        where = f" after line {number}" if number else ""
+        raise TraceError(f"{path} cannot be read{where}: {unread(error)}") from error
 
 
 def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:

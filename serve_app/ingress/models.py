@@ -181,8 +181,6 @@ class Models:
         try:
             arrival.move(own.access.front_door)
         except (RateLimited, Overloaded):
-            if sleeps:
-                raise
             return self._fall_back(name, other, arrival, "full")
         return Chosen(own.completions, name)
 

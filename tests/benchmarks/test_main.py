@@ -58,7 +58,7 @@ def test_a_benchmark_ends_with_its_findings_in_plain_english(
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["simulate", "--trace", "nonesuch.jsonl"], "nonesuch.jsonl: no such file"),
+        (["simulate", "--trace", "nonesuch.jsonl"], "nonesuch.jsonl cannot be read: No such file or directory"),
         (["ttft", "--model", "no/such/model.gguf"], "there is no model 'no/such/model.gguf'"),
     ],
 )

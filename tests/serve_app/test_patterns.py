@@ -36,6 +36,7 @@ QUICK_S = 0.002
 """Of a text of ``QUICK_CHARS``. What takes no longer is not quadratic."""
 
 MADE_LATER = {
+    r're.search(rf"(?<![a-z0-9]){re.escape(part)}", text)': r"(?<![a-z0-9])pin",
     r're.search(rf"(?<!\w){re.escape(place.keyword)}\b", said)': r"(?<!\w)unevaluatedProperties\b",
     're.compile(b"|".join(re.escape(content.encode()) for content in contents))': rb"<\|im_start\|>|<\|im_end\|>|<s>",
 }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +34,7 @@ COUNTS: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
     "/v1/responses/input_tokens": {"input": "Who are you?"},
 }
+ZERO: dict[str, Any] = {"autoscaling": {"min_replicas": 0, "max_replicas": 1}}
 QUERIES = ("/v1/cache/events?once=true&model=", "/v1/cache/sessions?model=")
 
 
@@ -273,6 +275,44 @@ def test_a_fallback_answers_for_a_model_that_could_not_be_loaded(checkpoint: Che
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize("state", ["down", "not loaded", "full", "asleep"])
+def test_a_fallback_answers_for_no_model_that_its_tenant_does_not_have(checkpoint: Checkpoint, state: str) -> None:
+    """A model that is not in its list is not there, whatever becomes of it."""
+    own = {"fallback": "m1", "max_queued_requests": 1} | (ZERO if state == "asleep" else {})
+    config = config_of("m0", "m1", m0=own, tenants=tenants(acme=None, zeta=["m1"]))
+
+    async def ask() -> None:
+        several = Several(checkpoint, config)
+        held = several.models.served["m0"].access.front_door.arrive("acme") if state == "full" else nullcontext()
+        if state == "not loaded":
+            several.models.down["m0"] = "there is no config.json"
+            del several.models.served["m0"]
+            several.application.state.services = several.models.first
+        elif state != "full":
+            several.core("m0").update_replicas([])
+        with held:
+            for path, body in DOORS.items():
+                answer = await several.ask(path, {**body, "model": "m0"}, key_of("zeta"))
+                assert answer.status_code == 404, (path, answer.text)
+            answer = await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"}, key_of("acme"))
+            assert answer.json()["model"] == "m1"
+
+    asyncio.run(ask())
+
+
+def test_a_model_without_replicas_counts_its_own_tokens(checkpoint: Checkpoint) -> None:
+    """Its fallback may have another tokenizer and another template."""
+    config = config_of("m0", "m1", m0={"fallback": "m1"})
+
+    async def ask() -> None:
+        several = Several(checkpoint, config)
+        several.core("m0").update_replicas([])
+        answer = await several.ask("/tokenize", {"model": "m0", "prompt": "Who are you?"})
+        assert (answer.status_code, "x-warmpath-warning" in answer.headers) == (200, False)
+
+    asyncio.run(ask())
+
+
 def test_a_live_change_that_one_model_refuses_changes_none(checkpoint: Checkpoint) -> None:
     config = config_of("m0", "m1")
 
@@ -317,9 +357,6 @@ def test_a_fallback_without_replicas_takes_no_request(checkpoint: Checkpoint) ->
         assert answer.json()["model"] == "m0"
 
     asyncio.run(ask())
-
-
-ZERO: dict[str, Any] = {"autoscaling": {"min_replicas": 0, "max_replicas": 1}}
 
 
 def waiting(several: Several, name: str) -> float:
