@@ -11,15 +11,17 @@ import msgspec
 from serve_app.tenants import DEFAULT_TENANT
 
 MAX_NAMES = 10_000
-"""The names that are known at once; of more, those that ended first go, and unknown names then begin above them."""
+"""The names that are known at once; of more, those that changed first go, and unknown names then begin above them."""
 
 
 class Life(msgspec.Struct, omit_defaults=True, frozen=True):
-    """The last life of a name. ``added_s``: when its tenant was added, None: it is of the settings."""
+    """The last life of a name. ``added_s``: when its tenant was added, None: it is of the settings.
+
+    It has ended once no tenant was added then. So it has ended too if a release that knows no lives removed it.
+    """
 
     number: int = 1
     added_s: float | None = None
-    ended: bool = False
 
 
 class Lives(msgspec.Struct, omit_defaults=True):
@@ -31,7 +33,7 @@ class Lives(msgspec.Struct, omit_defaults=True):
     def number(self, name: str, added_s: float | None = None) -> int:
         """Return the number of a tenant that was added at ``added_s``, None: of one of the settings.
 
-        If it is not the one that is known, it is the next: a release that knows no lives may have added it.
+        If it is not the one that is known, it is the next.
         """
         life = self.names.get(name)
         return self.first if life is None else life.number + (life != Life(life.number, added_s))
@@ -51,11 +53,6 @@ class Lives(msgspec.Struct, omit_defaults=True):
             number = self.first
         self._put(name, Life(number, added_s))
         return number
-
-    def end(self, name: str) -> None:
-        """The tenant of this name ends."""
-        life = self.names.get(name, Life(self.first))
-        self._put(name, Life(life.number, life.added_s, ended=True))
 
     def keep(self, name: str, number: int, added_s: float | None) -> None:
         """There is this tenant."""

@@ -243,7 +243,6 @@ class Edit:
         if name in self.declared.by_name:
             raise Conflict(f"The tenant {name!r} is in the settings; remove it there, or set `disabled` to true here.")
         del self.document.tenants[name]
-        self.lives.end(name)
         self._drop_keys(name)
         self._note("tenant.removed", name)
 

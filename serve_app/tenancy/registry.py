@@ -229,10 +229,11 @@ class TenantRegistry:
         raise Overloaded("Others change tenants and keys at once; send the request again.", retry_after_s=1)
 
     async def _recall(self, document: Tenancy, lives: Lives) -> None:
-        """An earlier release wrote no lives: what it removed has ended all the same."""
-        removed = {entry.tenant for entry in await self.log(_WHOLE_LOG) if entry.action == "tenant.removed"}
-        for name in sorted(removed - lives.names.keys() - document.tenants.keys() - self.declared.by_name.keys()):
-            lives.end(name)
+        """An earlier release wrote no lives: what it removed has had one all the same."""
+        there = document.tenants.keys() | self.declared.by_name.keys()
+        for entry in await self.log(_WHOLE_LOG):
+            if entry.action == "tenant.removed" and entry.tenant not in there:
+                lives.keep(entry.tenant, lives.first, entry.at_s)
 
     async def _replace(self, place: tuple[str, str, str], old: bytes | None, new: bytes) -> bool:
         """Write a row if it is still as it was read; return whether it is written."""

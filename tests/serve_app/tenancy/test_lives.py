@@ -1,6 +1,7 @@
 """What a name leaves behind: no tenant finds what another one of its name left, in any order of things."""
 
 import asyncio
+import contextlib
 import random
 import secrets
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import BudgetConfig
 from serve_app.engine.protocol import AdapterSpec
-from serve_app.errors import NotFound, WarmpathError
+from serve_app.errors import NotFound, Overloaded, WarmpathError
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
 from serve_app.generation.prepare import session_key
@@ -35,7 +36,7 @@ from serve_app.tenancy.lives import Lives
 from serve_app.tenancy.records import Edit, Tenancy
 from serve_app.tenancy.registry import TenantRegistry
 from serve_app.tenancy.weights import stored_weights
-from serve_app.tenants import DEFAULT_TENANT, Tenants
+from serve_app.tenants import DEFAULT_TENANT, Tenants, name_of
 from serve_app.usage import Ledger
 from tests.serve_app.tenancy.test_registry import settings
 
@@ -198,14 +199,10 @@ class Oracle:
         return True
 
 
-CHANGES = ("add", "remove", "restore", "reset")
-OLDER = ("old add", "old remove", "old write")
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from((*CHANGES, *OLDER, "use", "use", "settings", "switch", "restart")), st.sampled_from(NAMES)
-    ),
-    max_size=20,
-)
+CHANGES = ("add", "restore", "reset")
+OLDER = ("old add", "old write")
+ACTIONS = *CHANGES, *OLDER, "add", "old add", "settings", "settings", "switch", "restart"
+STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.sampled_from(("acme", *NAMES))), max_size=16)
 
 
 @hypothesis_settings(max_examples=40)
@@ -225,18 +222,20 @@ def test_a_tenant_finds_what_it_left_and_nothing_else(
         await rooms.leave(DEFAULT_TENANT, 0)
         oracle.marks[DEFAULT_TENANT] = {0}
         for mark, (action, name) in enumerate(steps, 1):
+            if name in oracle.declared | oracle.added:
+                await rooms.leave(name, mark)
+                oracle.marks[name].add(mark)
             if action == "settings":
                 oracle.declare(oracle.declared ^ {name})
                 await rooms.declare(oracle.declared)
-            elif action == "use" and name in oracle.declared | oracle.added:
-                await rooms.leave(name, mark)
-                oracle.marks[name].add(mark)
             elif action == "switch":
                 await rooms.switch()
             elif action == "restart":
                 await rooms.restart()
-            elif action in CHANGES or (action in OLDER and name != DEFAULT_TENANT):  # an older release gives it all
-                await changed(rooms, oracle.apply(action, name), action, name)
+            elif action in CHANGES or name != DEFAULT_TENANT:  # an older release gives away what everybody left
+                removes = action != "reset" and name in oracle.added - oracle.declared
+                done = action.replace("restore", "remove").replace("add", "remove") if removes else action
+                await changed(rooms, oracle.apply(done, name), done, name)
             for one in oracle.declared | oracle.added:
                 found = await rooms.found(one, range(len(steps) + 1))
                 if one == DEFAULT_TENANT:  # the open deployment's had no budget
@@ -257,7 +256,7 @@ async def changed(rooms: Rooms, allowed: bool, action: str, name: str) -> None:
                 edit.reset_tenant(name)
 
     try:
-        await (rooms.older(change) if action in OLDER else rooms.registry.change("o", change))
+        await (rooms.older(change) if action.startswith("old ") else rooms.registry.change("o", change))
         assert allowed, (action, name)
     except WarmpathError:
         assert not allowed, (action, name)
@@ -294,7 +293,6 @@ def test_names_that_are_forgotten_are_never_given_again(monkeypatch: pytest.Monk
     for step in range(3000):
         name = f"t{rng.randrange(40)}"
         if name in alive:
-            all_.end(name)
             del alive[name]
         elif len(alive) < 6:
             number = all_.begin(name, float(step))
@@ -323,5 +321,40 @@ def test_what_an_earlier_release_removed_has_ended(tmp_path: Path) -> None:
         await rooms.follow()
         assert rooms.tenants.named("globex") == "globex" and (await rooms.found("globex", range(3)))["files"] == {2}
         assert rooms.tenants.named("acme") == "acme~2" and not (await rooms.found("acme", range(3)))["files"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_an_ingress_that_dies_within_a_change_leaves_no_number_that_is_given_again(tmp_path: Path, writes: int) -> None:
+    """It dies before or after each write; an older release removes what it added before another one has noted it."""
+
+    async def run() -> None:
+        rooms = Rooms(tmp_path / "db")
+        await rooms.registry.change("o", lambda edit: edit.add_tenant("acme", {}))
+        await rooms.registry.change("o", lambda edit: edit.remove_tenant("acme"))
+        replace, done = rooms.registry._replace, 0
+
+        async def dying(place: tuple[str, str, str], old: bytes | None, new: bytes) -> bool:
+            nonlocal done
+            if done == writes:
+                raise Overloaded("killed")
+            done += 1
+            return await replace(place, old, new)
+
+        rooms.registry._replace = dying  # type: ignore[method-assign]
+        rooms.registry._tell = AsyncMock(side_effect=Overloaded("killed"))  # type: ignore[method-assign]
+        with contextlib.suppress(Overloaded):
+            await rooms.registry.change("o", lambda edit: edit.add_tenant("acme", {}))
+        rooms.ingresses[0] = Ingress(rooms.objects, rooms.config)
+        await rooms.registry.look()
+        rooms.tenants.configure(rooms.registry.tenants, ())
+        if added := "acme" in map(name_of, rooms.tenants.by_name):
+            await rooms.leave("acme", 1)
+            await rooms.older(lambda edit: edit.remove_tenant("acme"))
+        assert added == (writes == 2)
+        await rooms.registry.change("o", lambda edit: edit.add_tenant("acme", {}))
+        await rooms.follow()
+        assert (await rooms.found("acme", range(3)))["files"] == set()
 
     asyncio.run(run())

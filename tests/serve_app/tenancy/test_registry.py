@@ -294,6 +294,51 @@ def test_every_ingress_ends_with_what_the_last_change_left(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("other", ["globex", "acme"])
+def test_changes_of_lives_at_once_mix_up_nobody(tmp_path: Path, other: str) -> None:
+    """Both write the lives before either writes its tenant: one is first, the other is refused or comes after it."""
+
+    async def run() -> None:
+        here, there = (Ingress(tmp_path / "db", settings("zeta")) for _ in range(2))
+        begun, met, done = (asyncio.Event() for _ in range(3))
+        for one in (here, there):
+            await one.follow()
+            await one.registry.note_lives()
+
+        def holding(one: Ingress, news: asyncio.Event, until: asyncio.Event) -> None:
+            replace = one.registry._replace
+
+            async def held(place: tuple[str, str, str], old: bytes | None, new: bytes) -> bool:
+                if place == registry._DOCUMENT:
+                    news.set()
+                    await until.wait()
+                return await replace(place, old, new)
+
+            one.registry._replace = held  # type: ignore[method-assign]
+
+        holding(here, begun, met)
+        holding(there, met, done)
+        first = asyncio.create_task(here.registry.change("o", lambda edit: edit.add_tenant("acme", {})))
+        await begun.wait()
+        second = asyncio.create_task(there.registry.change("o", lambda edit: edit.add_tenant(other, {})))
+        await first
+        done.set()
+        if other == "acme":
+            with pytest.raises(Conflict):
+                await second
+        else:
+            await second
+        for one in (here, there, Ingress(tmp_path / "db", settings("zeta"))):
+            one.registry.looks = 0  # so that it reads all
+            await one.follow()
+            assert {each.name for each in one.registry.tenants} == {"zeta", "acme", other}
+        await here.registry.change("o", lambda edit: edit.remove_tenant("acme"))
+        await here.registry.change("o", lambda edit: edit.add_tenant("acme", {}))
+        assert "acme" not in {each.name for each in here.registry.tenants}
+
+    asyncio.run(run())
+
+
 def test_the_watch_tells_of_what_a_change_made_here_brought_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
