@@ -264,7 +264,7 @@ def test_two_applications_share_what_is_in_their_database(cluster: Cluster, tmp_
     eventually(lambda: ask("/two", acme).json()["error"]["code"] == "budget_spent")
     assert ask("/two", zeta).status_code == 200
     docs = HTTP.get(f"{cluster.url}/two/docs", headers=bearer("operator")).text
-    assert "'openapi.json'" in docs, "relative, so its own"
+    assert '"docs/swagger-ui.css"' in docs, "relative, so its own"
     assert HTTP.get(f"{cluster.url}/two", follow_redirects=True).status_code == 200
 
 

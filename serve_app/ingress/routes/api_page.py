@@ -1,72 +1,48 @@
-"""``/docs``: the routes and the fields of their bodies, for people, in plain HTML without a script from elsewhere."""
+"""``/docs``: Swagger UI, from the package swagger-ui-bundle, so that it works without a network."""
 
-from collections.abc import Iterator, Mapping
-from html import escape
-from typing import Any
+from functools import cache
 
-_HEAD = """\
+from starlette.responses import Response
+
+from serve_app.ingress.routes import page
+
+_FILES = ("swagger-ui.css", "swagger-ui-bundle.js")
+# Swagger UI's style sheet has pictures inside.
+_HEADERS = page.HEADERS | {
+    "content-security-policy": page.HEADERS["content-security-policy"].replace("img-src 'self'", "img-src 'self' data:")
+}
+# Its paths are relative, because the application may have a prefix, and a proxy in front may add one.
+_PAGE = b"""\
 <!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
 <title>API: warmpath</title>
 <link rel="icon" href="page/icon.svg" type="image/svg+xml">
-<link rel="stylesheet" href="page/css/base.css">
-<link rel="stylesheet" href="page/css/help.css">
-<script src="page/theme.js"></script>
+<link rel="stylesheet" href="docs/swagger-ui.css">
+<script src="docs/swagger-ui-bundle.js" defer></script>
+<script src="page/docs.js" type="module"></script>
 </head>
 <body>
-<main class="help">
-<h1>API</h1>
-<p>For programs: <a href="openapi.json">openapi.json</a>. Keys are sent in <code>Authorization: Bearer KEY</code> or
-<code>x-api-key</code>.</p>
+<main id="api"></main>
+</body>
+</html>
 """
 
 
-def api_page(document: Mapping[str, Any]) -> str:
-    """Return the page about an OpenAPI document."""
-    return _HEAD + "\n".join(_parts(document)) + "\n</main>\n</body>\n</html>\n"
+def api_page(etags: str | None) -> Response:
+    """Return the page. ``etags``: the browser's tags (``If-None-Match``)."""
+    return page.static(_PAGE, "html", etags, _HEADERS)
 
 
-def _parts(document: Mapping[str, Any]) -> Iterator[str]:
-    routes = [(path, method, route) for path, methods in document["paths"].items() for method, route in methods.items()]
-    schemas = document.get("components", {}).get("schemas", {})
-    for tag in dict.fromkeys(tag for _, _, route in routes for tag in route.get("tags", ())):
-        yield f"<h2>{escape(str(tag).capitalize())}</h2>"
-        for path, method, route in routes:
-            if tag in route.get("tags", ()):
-                yield f"<h3><code>{method.upper()} {escape(path)}</code></h3>"
-                for part in str(route.get("description") or route.get("summary", "")).split("\n\n"):
-                    yield f"<p>{escape(part)}</p>"
-                body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-                yield from _fields(_of(body, schemas), schemas)
+def api_page_file(name: str, etags: str | None) -> Response:
+    """Return one of Swagger UI's files that the page loads. Raises HTTPException: 404."""
+    return page.static(_files().get(name), name.rpartition(".")[2], etags)
 
 
-def _of(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema, or the one that it names."""
-    named: Mapping[str, Any] = schemas.get(str(schema.get("$ref", "")).rpartition("/")[2], schema)
-    return named
+@cache
+def _files() -> dict[str, bytes]:
+    from swagger_ui_bundle import swagger_ui_path  # here: what serves models does not need it
 
-
-def _fields(body: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a body's fields; of a choice of bodies, those of each."""
-    for choice in body.get("anyOf", ()):
-        yield from _fields(_of(choice, schemas), schemas)
-    if body.get("properties"):
-        yield f"<details><summary>{len(body['properties'])} fields</summary>\n<dl>"
-        for name, field in body["properties"].items():
-            needed = "needed" if name in body.get("required", ()) else ""
-            told = "; ".join(filter(None, (_kind(field), needed, str(field.get("description", "")))))
-            yield f"<dt><code>{escape(name)}</code></dt><dd>{escape(told)}</dd>"
-        yield "</dl>\n</details>"
-
-
-def _kind(field: Mapping[str, Any]) -> str:
-    if "enum" in field:
-        return " or ".join(map(str, field["enum"]))
-    if "$ref" in field:
-        return "object"
-    kinds = [_kind(one) for one in field.get("anyOf", ()) if one.get("type") != "null"]
-    return " or ".join(dict.fromkeys(filter(None, kinds))) or str(field.get("type", ""))
+    return {name: (swagger_ui_path / name).read_bytes() for name in _FILES}

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
@@ -23,7 +23,7 @@ from serve_app.ingress.guard import Api, foreign_host
 from serve_app.ingress.http import credentials, json_response
 from serve_app.ingress.observe.tracing import TraceRequests
 from serve_app.ingress.routes import admin, batches, events, generation, operations, page, responses, tenants, tokens
-from serve_app.ingress.routes.api_page import api_page
+from serve_app.ingress.routes.api_page import api_page, api_page_file
 from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI, speaks_anthropic
 from serve_app.ingress.services import Services
 
@@ -127,9 +127,14 @@ def _add_docs(application: FastAPI, services: Services) -> None:
         return json_response(application.openapi() | ({"servers": [{"url": prefix}]} if prefix else {}))
 
     @application.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
+    async def docs(request: Request) -> Response:
         only_where_published()
-        return HTMLResponse(api_page(application.openapi()), headers=page.HEADERS)
+        return api_page(request.headers.get("if-none-match"))
+
+    @application.get("/docs/{name}", include_in_schema=False)
+    async def file(request: Request, name: str) -> Response:
+        only_where_published()
+        return api_page_file(name, request.headers.get("if-none-match"))
 
 
 class _HeadSent(OSError):
@@ -196,7 +201,10 @@ class _Application(FastAPI):
             _, bodies = models_json_schema(
                 [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
             )
-            schema.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
+            components = schema.setdefault("components", {})
+            components.setdefault("schemas", {}).update(bodies["$defs"])
+            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{}, {"key": []}]  # a server without tenants needs no key
         return super().openapi()
 
 

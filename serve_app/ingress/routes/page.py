@@ -1,6 +1,7 @@
 """The page at ``/``: static files of this package. They hold no data, so they need no key."""
 
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -41,13 +42,17 @@ def page_files() -> dict[str, bytes]:
 
 def page_response(path: str, etags: str | None = None) -> Response:
     """Return one file. ``etags``: the browser's tags (``If-None-Match``). Raises HTTPException: 404."""
-    content = page_files().get(path)
+    return static(page_files().get(path), path.rpartition(".")[2], etags)
+
+
+def static(content: bytes | None, kind: str, etags: str | None, headers: Mapping[str, str] = HEADERS) -> Response:
+    """Return a file's content. ``kind``: the ending of its name. Raises HTTPException: 404, without content."""
     if content is None:
         raise HTTPException(404)
-    headers = {**HEADERS, "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
-    if etags is not None and headers["etag"] in etags:
-        return Response(status_code=304, headers=headers)
-    return Response(content, headers=headers, media_type=_TYPES[path.rpartition(".")[2]])
+    told = {**headers, "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+    if etags is not None and told["etag"] in etags:
+        return Response(status_code=304, headers=told)
+    return Response(content, headers=told, media_type=_TYPES[kind])
 
 
 @router.get("/")

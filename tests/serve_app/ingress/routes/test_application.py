@@ -31,9 +31,9 @@ from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.routes.api_page import api_page
 from serve_app.ingress.routes.application import PATHS, ROUTERS, make_application
 from serve_app.ingress.routes.handler import BODIES
+from serve_app.ingress.routes.page import HEADERS
 from serve_app.ingress.services import Services
 from serve_app.tenants import Tenants, make_api_key
 from serve_app.usage import Counts, UsageKey, UsageRows
@@ -42,6 +42,7 @@ from tests.serve_app.ingress.scripted import partial_services, scripted
 (OPERATOR, OPERATOR_DIGEST), (KEY, DIGEST) = make_api_key(), make_api_key()
 ACME = TenantConfig(name="acme", key_sha256=[DIGEST])
 CLOSED = AppConfig(model="demo", tenants=[ACME], operator_key_sha256=[OPERATOR_DIGEST])
+FILE = "/docs/swagger-ui.css"
 PAGE = {"origin": "http://evil.example", "host": "127.0.0.1:8000", "content-type": "text/plain"}
 
 
@@ -98,6 +99,9 @@ def test_the_schema_names_the_real_bodies_and_no_error_of_fastapis() -> None:
         assert set(schemas[body.__name__]["properties"]) == set(body.model_fields)
     assert set(schemas["Message"]["required"]) == {"role"}
     assert schemas["ChatBody"]["properties"]["temperature"]["maximum"] == 2
+    assert {scheme for need in schema.json()["security"] for scheme in need} == {
+        *schema.json()["components"]["securitySchemes"]
+    }
     # Any text is a model's name, or a response's id, so there is nothing to refuse.
     assert {code for path, each in operations if "{" not in path for code in each["responses"]} == {"200"}
 
@@ -113,25 +117,33 @@ def test_docs_follow_the_current_settings() -> None:
         (AppConfig(enable_docs=True, tenants=[ACME]), 200),
     ):
         services.config = config
-        assert {ask(application, path).status_code for path in ("/openapi.json", "/docs")} == {status}
+        assert {ask(application, path).status_code for path in ("/openapi.json", "/docs", FILE)} == {status}
 
 
 def test_the_page_of_the_api_loads_nothing_from_elsewhere() -> None:
-    """Without a network it has every route that the schema has, each field of a body, and text is never markup."""
+    """Without a network it is complete; its files answer as those of the page at / do, and no other file is there."""
     application = make_application(services_of(AppConfig()))
     answer = ask(application, "/docs")
-    document = ask(application, "/openapi.json").json()
-    assert answer.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = answer.headers["content-security-policy"]
+    assert policy.replace(" data:", "") == HEADERS["content-security-policy"], "pictures in the style sheet alone"
+    assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=", answer.text)
     loaded = re.findall(r'(?:src|href)="([^"]*)"', answer.text)
-    assert loaded and not [one for one in loaded if "//" in one or one.startswith("/")]
-    for path, methods in document["paths"].items():
-        for method in methods:
-            assert f"<code>{method.upper()} {path}</code>" in answer.text
-    for field in document["components"]["schemas"]["ChatBody"]["properties"]:
-        assert f"<dt><code>{field}</code></dt>" in answer.text
-    strange = {"<b>": {"post": {"tags": ["<i>"], "description": "<script>"}}}
-    assert not {"<b>", "<i>", "<script>"} & set(re.findall("<.*?>", api_page({"paths": strange})))
+    assert {"docs/swagger-ui.css", "docs/swagger-ui-bundle.js", "page/docs.js"} <= {*loaded}
+    for path in ("docs", *loaded):
+        assert re.fullmatch(r"[\w./-]+", path) and not path.startswith("/"), (
+            "relative: an application can have a prefix"
+        )
+        found = ask(application, f"/{path}")
+        assert found.content and found.headers["x-content-type-options"] == "nosniff"
+        head = ask(application, f"/{path}", "HEAD")
+        assert (head.status_code, head.content, head.headers) == (200, b"", found.headers)
+        again = ask(application, f"/{path}", headers={"if-none-match": found.headers["etag"]})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", found.headers["etag"])
+    style = ask(application, "/docs/swagger-ui.css").text
+    assert not [each for each in re.findall(r"(?:@import|url\()\W*(\w+:?)", style) if each != "data:"]
+    for name in ("index.html", "swagger-ui.js", "..%2F__init__.py", "%2Fetc%2Fpasswd"):
+        assert ask(application, f"/docs/{name}").status_code == 404
 
 
 def test_a_key_opens_the_description_of_the_api() -> None:
@@ -287,7 +299,9 @@ READY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", sorted({re.sub(r"{.*?}", "x", path) for path in PATHS} | {"/openapi.json", "/docs"}))
+@pytest.mark.parametrize(
+    "path", sorted({re.sub(r"{.*?}", "x", path) for path in PATHS} | {"/openapi.json", "/docs", FILE})
+)
 def test_head_and_options_and_wrong_methods(path: str) -> None:
     """HEAD answers as GET, without its body; other methods are refused with those that there are, as OPTIONS tells.
 

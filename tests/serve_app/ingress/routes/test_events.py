@@ -19,6 +19,7 @@ from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes import event_stream as route
+from serve_app.ingress.routes.api_page import api_page
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.routes.page import page_files, page_response
 from serve_app.tenants import Tenants, make_api_key
@@ -155,6 +156,7 @@ def test_every_file_that_a_file_names_is_there() -> None:
     files = page_files()
     named = {"index.html", "sample.txt", *_LINK.findall(files["index.html"].decode())}
     named |= set(re.findall(r'(?:href|src)="([\w/.-]+\.\w+)"', files["help.html"].decode()))
+    named |= set(re.findall(r'"page/([^"]*)"', bytes(api_page(None).body).decode()))
     for path, content in files.items():
         text = content.decode()
         if path.endswith(".js"):
