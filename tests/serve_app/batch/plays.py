@@ -254,7 +254,7 @@ def played(events: list[tuple[tuple[Any, ...], float]]) -> None:
 
 
 def of(*kinds: st.SearchStrategy[Any]) -> Any:
-    return given(st.lists(st.tuples(st.one_of(*kinds), SECONDS), min_size=1, max_size=9))
+    return given(st.lists(st.tuples(st.one_of(*kinds), SECONDS), min_size=3, max_size=9))
 
 
 few = settings(

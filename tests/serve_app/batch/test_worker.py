@@ -140,6 +140,35 @@ def test_a_batch_of_a_dead_process_goes_on_after_its_lease(back_s: float, world:
     world.run(run())
 
 
+def test_a_process_that_was_away_finds_its_batch_taken(world: World) -> None:
+    """It lets go of it, and writes nothing more."""
+
+    async def run() -> None:
+        one, two, back = world.ingress("one"), world.ingress("two"), asyncio.Event()
+        batch = await one.submit("acme", 3)
+        world.quiet = False
+        one.start()
+        await world.until(lambda: asyncio.sleep(0, bool(one.worker.running)), 10)
+
+        async def away(number: int) -> None:
+            await back.wait()
+
+        one.objects.before = away
+        two.start()
+        await world.until(lambda: asyncio.sleep(0, bool(two.worker.running)), 2 * worker.LEASE_S)
+        back.set()
+        await asyncio.sleep(5 * worker.TICK_S)
+        holder = (await two.batches.get("acme", batch.id)).holder
+        assert (holder, bool(one.worker.running), bool(two.worker.running)) == (two.worker.name, False, True)
+        world.quiet = True
+        await world.until_ended(two, ("acme", batch))
+        assert {*world.asked.values()} == {1}
+        await one.worker.stop()
+        await two.worker.stop()
+
+    world.run(run())
+
+
 def test_the_first_result_of_a_line_stays(world: World) -> None:
     """Of two processes that both ask for it, one says that its result is new."""
 
