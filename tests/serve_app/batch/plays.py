@@ -68,10 +68,10 @@ class Play:
         now_s = self.world.loop.time()
         if self.busy_until_s > now_s:
             self.refused = True
-            return said(prompt, 503, retry_after_s=min(2.0, self.busy_until_s - now_s))
+            return said(prompt, 503, retry_after_s=2.0)
         if (left_s := self.limited.get(tenant, 0.0) - now_s) > 0:
             self.refused = True
-            return said(prompt, 429, retry_after_s=left_s, own_limit=True)
+            return said(prompt, 429, retry_after_s=max(1.0, left_s), own_limit=True)  # as the server tells
         await asyncio.sleep(0.25 * (1 + number % 5))
         self.answered[prompt] += 1
         return said(prompt, STATUSES[number % 5])
