@@ -482,7 +482,7 @@ def test_a_row_that_cannot_be_read_is_left_alone(tmp_path: Path, row: bytes, cap
         assert await objects.get("acme", "budget", "tokens 2026-11") is not None, "it stops no other row"
 
     asyncio.run(run())
-    assert caplog.text.count("the budget of acme is counted by this ingress alone") == 1
+    assert "the budget of acme is counted by this ingress alone" in caplog.text
 
 
 @given(st.integers(0, 10**6), st.data())
