@@ -16,12 +16,13 @@ import pytest
 
 from serve_app.batch import worker
 from serve_app.batch.batches import LineResult, StoredBatch
+from serve_app.batch.files import CONTENT
 from serve_app.batch.worker import BatchWorker, Said
 from serve_app.errors import NotFound, Overloaded
 from tests.serve_app.batch import kills
 from tests.serve_app.batch.kills import LINES, TENANTS, ended, judged, opened, submitted
 from tests.serve_app.batch.plays import MOVED, REPLACED, STEADY, few, of, played
-from tests.serve_app.batch.world import World
+from tests.serve_app.batch.world import World, content_of
 
 KILLS = 40
 FEW = 40
@@ -165,6 +166,53 @@ def test_a_process_that_was_away_finds_its_batch_taken(world: World) -> None:
         assert {*world.asked.values()} == {1}
         await one.worker.stop()
         await two.worker.stop()
+
+    world.run(run())
+
+
+def test_a_line_that_ends_where_its_chunk_does_is_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one of a file; nothing after it is looked for."""
+    monkeypatch.setattr("serve_app.batch.files.CHUNK_BYTES", 64)
+    prompts = ["a", "b", "x" * (-len(content_of(["a", "b", ""])) % 64)]
+    assert len(content_of(prompts)) % 64 == 0
+
+    async def run() -> None:
+        one = world.ingress()
+        batch = await one.submit("acme", prompts)
+        one.start()
+        await world.until_ended(one, ("acme", batch))
+        await one.worker.stop()
+        assert (await one.batches.get("acme", batch.id)).completed == 3
+        assert {*world.asked} == {("acme", prompt) for prompt in prompts}
+
+    world.run(run())
+
+
+def test_results_that_another_process_has_written_too_are_not_left_behind(world: World) -> None:
+    """A batch is taken by another one while its results are written."""
+
+    async def run() -> None:
+        one = world.ingress()
+        batch = await one.submit("acme", 3)
+        compose, taken = one.worker._compose, asyncio.Event()
+
+        async def slow(*arguments: Any) -> tuple[str, int]:
+            made = await compose(*arguments)
+
+            def take(row: StoredBatch) -> bool:
+                row.holder, row.held_until_s = "other", one.objects.now_s() + worker.LEASE_S
+                return True
+
+            await one.batches.change("acme", batch.id, take)
+            taken.set()
+            return made
+
+        one.worker._compose = slow  # type: ignore[method-assign]
+        one.start()
+        await taken.wait()
+        await world.until(lambda: asyncio.sleep(0, not one.worker.running), 10)
+        assert len(await one.objects.ids("acme", CONTENT)) == 1, "its input's"
+        await one.worker.stop()
 
     world.run(run())
 
