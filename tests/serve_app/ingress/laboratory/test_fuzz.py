@@ -73,7 +73,8 @@ def _some(examples: int) -> settings:
     return settings(max_examples=examples, suppress_health_check=[*HealthCheck], database=None)
 
 
-MANY = [pytest.param(1_000, id=f"1000 of 10000, part {part}", marks=pytest.mark.long) for part in range(10)]
+LONG = (pytest.mark.long, pytest.mark.timeout(1800))
+MANY = [pytest.param(1_000, id=f"1000 of 10000, part {part}", marks=LONG) for part in range(10)]
 
 
 @pytest.mark.parametrize("examples", [300, *MANY])
@@ -88,7 +89,7 @@ def test_any_request_gets_a_sentence(room: Room, examples: int) -> None:
     asks()
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(1_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [40, pytest.param(1_000, marks=LONG)])
 def test_whatever_the_model_says_is_an_answer(room: Room, examples: int) -> None:
     """Whole and streamed, with tools and without."""
     doors = {door.path: door for door in room.doors if door.bodies}
