@@ -7,7 +7,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 PYTHON_GPU ?= $(if $(wildcard $(VLLM_BIN)/python),$(VLLM_BIN),$(BIN))/python
 
-.PHONY: serve test test-long lint venv figures docs clean help venv-vllm test-vllm test-vllm-long test-vllm-source test-ray-llm test-gpu test-schemas test-templates test-clients test-conformance test-peer agentx
+.PHONY: serve test test-long lint venv figures docs clean help venv-vllm test-vllm test-vllm-long test-vllm-source test-ray-llm test-gpu test-schemas test-templates test-laboratory test-clients test-conformance test-peer agentx
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -86,6 +86,9 @@ test-templates: $(STAMP)  ## run the laws of conversations over real chat templa
 	@test -n "$$(ls $(TEMPLATES)/*.whl 2>/dev/null)" || $(BIN)/python -m pip download \
 		--disable-pip-version-check --no-deps -d $(TEMPLATES) xinference==4.1.0
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/templates -n 2 -rs $(ARGS)
+
+test-laboratory: $(STAMP)  ## grow every field of every door, in every shape, up to the largest body (half an hour)
+	WARMPATH_WHOLE_LABORATORY=1 $(PYTEST) -m long tests/serve_app/ingress/laboratory $(ARGS)
 
 test-clients: $(STAMP)  ## run client packages' loops of tool calls, with packages of 1.5 GB in uv's cache (minutes)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check uv==0.13.9
