@@ -55,17 +55,17 @@ def new_id(prefix: str, now_s: float | None = None) -> str:
     return f"{prefix}{int((time.time() if now_s is None else now_s) * 1000):012x}{secrets.token_hex(12)}"
 
 
-Place = tuple[int, str]
+ListPlace = tuple[int, str]
 """Of an object in a list: milliseconds since 1970, and its id."""
 
 
-def told_place(name: str) -> Place | None:
+def told_place(name: str) -> ListPlace | None:
     """Return the place in lists that an id tells, None for one of an earlier release."""
     match = _MADE.fullmatch(name)
     return None if match is None else (int(match[1], 16), name)
 
 
-def place_of(one: HasPlace) -> Place:
+def place_of(one: HasPlace) -> ListPlace:
     """Return the place in lists of an object."""
     return told_place(one.id) or (int(one.created_at * 1000), one.id)
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, Must
 from serve_app.batch.batches import StoredBatch
-from serve_app.batch.files import File, Listed, Place, place_of, told_place
+from serve_app.batch.files import File, Listed, ListPlace, place_of, told_place
 from serve_app.errors import InvalidRequest
 
 MAX_REQUESTS = 100_000
@@ -131,7 +131,7 @@ def page(
     return {"data": [*map(shown, taken)], "first_id": first, "last_id": last, "has_more": len(listed) > len(taken)}
 
 
-def _cursor(asked: PageQuery, name: str, prefix: str, places: Mapping[str, Place]) -> Place | None:
+def _cursor(asked: PageQuery, name: str, prefix: str, places: Mapping[str, ListPlace]) -> ListPlace | None:
     if (value := getattr(asked, name)) is None:
         return None
     at = places.get(value) or (told_place(value) if value.startswith(prefix) else None)
@@ -140,7 +140,7 @@ def _cursor(asked: PageQuery, name: str, prefix: str, places: Mapping[str, Place
     return at
 
 
-def _is_after(one: Place, other: Place, order: str) -> bool:
+def _is_after(one: ListPlace, other: ListPlace, order: str) -> bool:
     return one > other if order == "asc" else one < other
 
 

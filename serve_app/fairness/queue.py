@@ -21,7 +21,7 @@ from typing import Generic, ParamSpec, TypeVar
 from router.protocol.samples import WAIT_BUCKETS_S, Histogram, Mean
 from serve_app.errors import LimitReason
 from serve_app.fairness.shares import ACTIVE_S, Budget, Shares, verdict
-from serve_app.fairness.work import Job, set_job
+from serve_app.fairness.work import ThreadJob, set_job
 
 YIELDING_ORDER = 2**31
 """Work of this order and above (`flex`) also waits for the other tenants' work of a lower one."""
@@ -331,7 +331,7 @@ class FairWorkers:
         """
         place = await self._line.enter(tenant, cost=cost_bytes)
         loop = asyncio.get_running_loop()
-        job, owed = Job(), 0
+        job, owed = ThreadJob(), 0
 
         def begun() -> T:
             nonlocal owed

@@ -19,7 +19,7 @@ class AbandonedError(Exception):
     """Nobody waits for this thread's work any more, so that nobody sees this error."""
 
 
-class Job:
+class ThreadJob:
     """One call in a thread of ``FairWorkers``; ``abandoned``: its caller has left."""
 
     __slots__ = ("abandoned",)
@@ -29,13 +29,13 @@ class Job:
 
 
 class _Current(threading.local):
-    job: Job | None = None
+    job: ThreadJob | None = None
 
 
 _current = _Current()
 
 
-def set_job(job: Job | None) -> None:
+def set_job(job: ThreadJob | None) -> None:
     """Set what this thread works on, None: nothing."""
     _current.job = job
 
@@ -47,7 +47,7 @@ def check_wanted() -> None:
         raise AbandonedError
 
 
-class Steps:
+class StepBudget:
     """The steps that one input may still take, each some microseconds."""
 
     __slots__ = ("left",)

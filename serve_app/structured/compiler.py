@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from serve_app.fairness.work import Steps, TooMuchWorkError, check_wanted
+from serve_app.fairness.work import StepBudget, TooMuchWorkError, check_wanted
 from serve_app.structured.grammar import Grammar
 from serve_app.structured.schema import MAX_STEPS, Followable, Level, followable
 
@@ -62,7 +62,7 @@ class _Allowance:
         self._clock = clock
         self._until_s = clock() + _MAX_TRIED_S
         self._tries = _MAX_TRIES
-        self.steps = Steps(MAX_STEPS)
+        self.steps = StepBudget(MAX_STEPS)
 
     def more(self) -> bool:
         """Return whether another part may be compiled. Raises AbandonedError."""

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from serve_app.fairness.work import Steps
+from serve_app.fairness.work import StepBudget
 from serve_app.structured.grammar import MAX_GRAMMAR_BYTES
 
 Level = Literal["strict", "usual", "free"]
@@ -97,12 +97,12 @@ class Followable:
 
 
 def followable(
-    schema: dict[str, Any], level: Level = "usual", levels: Mapping[str, Level] = _NONE, steps: Steps | None = None
+    schema: dict[str, Any], level: Level = "usual", levels: Mapping[str, Level] = _NONE, steps: StepBudget | None = None
 ) -> Followable:
     """Return a schema's form. ``levels``: other levels for parts of it, by path. Raises TooMuchWorkError."""
     found = Followable()
     root = {name: part for name, part in schema.items() if name != "x-guidance"}  # options of llguidance
-    walk = _Walk(root, found, levels, steps or Steps(MAX_STEPS))
+    walk = _Walk(root, found, levels, steps or StepBudget(MAX_STEPS))
     found.schema = False if walk.find_endless() else walk.part(root, "#", level)
     return found
 
@@ -133,7 +133,7 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 class _Walk:
     """A walk over one schema. References are resolved once; those with one target get one spelling."""
 
-    def __init__(self, root: dict[str, Any], found: Followable, levels: Mapping[str, Level], steps: Steps) -> None:
+    def __init__(self, root: dict[str, Any], found: Followable, levels: Mapping[str, Level], steps: StepBudget) -> None:
         self._root = root
         self._found = found
         self._levels = levels

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.fairness.work import Steps, TenantsLru, TooMuchWorkError, check_wanted
+from serve_app.fairness.work import StepBudget, TenantsLru, TooMuchWorkError, check_wanted
 
 
 @pytest.mark.anyio
@@ -55,7 +55,7 @@ async def test_a_client_that_leaves_frees_its_thread() -> None:
     def endless(begun: threading.Event, count: bool) -> None:
         while True:
             if count:
-                Steps(10).take()
+                StepBudget(10).take()
             else:
                 check_wanted()
             begun.set()
@@ -68,7 +68,7 @@ async def test_a_client_that_leaves_frees_its_thread() -> None:
         assert await asyncio.wait_for(workers.run("b", 1, lambda: 42), 20) == 42
     check_wanted()  # no job of this thread
     with pytest.raises(TooMuchWorkError):
-        Steps(10).take(11)
+        StepBudget(10).take(11)
 
 
 @pytest.mark.anyio

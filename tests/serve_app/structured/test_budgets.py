@@ -16,7 +16,7 @@ from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.errors import InvalidRequest
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.fairness.work import AbandonedError, Job, Steps, TooMuchWorkError, set_job
+from serve_app.fairness.work import AbandonedError, StepBudget, ThreadJob, TooMuchWorkError, set_job
 from serve_app.generation.rules import CheckedGrammars
 from serve_app.structured.compiler import _LARK, GrammarCompiler, GrammarError, llguidance_form
 from serve_app.structured.grammar import Grammar, ToolPart
@@ -32,7 +32,7 @@ def spellings(pointer: str) -> Iterator[str]:
 
 
 def steps_of(schema: dict[str, Any]) -> int:
-    steps = Steps(MAX_STEPS)
+    steps = StepBudget(MAX_STEPS)
     followable(schema, steps=steps)
     return MAX_STEPS - steps.left
 
@@ -176,7 +176,7 @@ def test_the_search_for_the_wrong_part_has_an_end(compiler: GrammarCompiler, mon
 
 def test_nobody_waits_for_a_grammar_of_a_client_that_left(compiler: GrammarCompiler) -> None:
     """Its check ends at the next step, and is not remembered as a failure."""
-    job = Job()
+    job = ThreadJob()
     job.abandoned = True
     set_job(job)
     try:

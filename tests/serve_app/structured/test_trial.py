@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.fairness.work import AbandonedError, Job, set_job
+from serve_app.fairness.work import AbandonedError, ThreadJob, set_job
 from serve_app.structured.compiler import GrammarError
 from serve_app.structured.grammar import Grammar
 from serve_app.structured.trial import GrammarTrials
@@ -71,7 +71,7 @@ def test_a_check_ends_with_its_client(trials: GrammarTrials, monkeypatch: pytest
     """Its process is killed, and its place is free at once."""
     trials.checked(OBJECT)
     (process,) = trials._idle
-    job, ended = Job(), threading.Event()
+    job, ended = ThreadJob(), threading.Event()
 
     def check() -> None:
         set_job(job)
