@@ -301,3 +301,18 @@ def test_a_line_whose_application_fails_costs_itself(world: World) -> None:
         await one.worker.stop()
 
     world.run(run())
+
+
+def test_a_rest_is_never_shortened_by_another_one() -> None:
+    """Two lines of a tenant are told different times."""
+    now_s = [0.0]
+    turns_ = turns.Turns(lambda: now_s[0])
+    for seconds in (100.0, 1.0):
+        turns_.rest("acme", seconds)
+    for now_s[0], rests in ((99.0, True), (101.0, False)):
+        assert turns_.rests("acme") is rests
+    turns_.rest("acme", 1e9)
+    now_s[0] += turns.MOST_REST_S - 1
+    assert turns_.rests("acme")
+    now_s[0] += 2
+    assert not turns_.rests("acme"), "its limits may have been raised"
