@@ -51,8 +51,8 @@ class _Spent:
     """One counter: a period of a tenant in this ingress.
 
     ``own``: spent here; ``granted``: held for requests that were let in; ``asked``: for those that wait for a look.
-    At the last look the row had ``written`` and ``held`` of these, and ``others`` of all other counters, with what they
-    hold, which is ``waiting`` of it.
+    At the last look the row had ``written`` and ``held`` of these; all other counters had spent ``others``, and held
+    ``others_held``.
     """
 
     tenant: str
@@ -66,7 +66,7 @@ class _Spent:
     held: Decimal = _NONE
     held_until_s: float = inf
     others: Decimal = _NONE
-    waiting: Decimal = _NONE
+    others_held: Decimal = _NONE
     looked_s: float = -inf
     began_s: float = -inf
     reached: bool = True
@@ -75,7 +75,7 @@ class _Spent:
     @property
     def total(self) -> Decimal:
         """What all had spent at the last look."""
-        return self.others - self.waiting + self.written
+        return self.others + self.written
 
     @property
     def used(self) -> Decimal:
@@ -85,12 +85,12 @@ class _Spent:
     @property
     def taken(self) -> Decimal:
         """What is spent or held for requests that were let in."""
-        return self.used + self.waiting + self.granted
+        return self.used + self.others_held + self.granted
 
     @property
     def unwritten(self) -> Decimal:
-        """What is spent, held or asked here, and not in the row."""
-        return self.own + self.granted + self.asked - self.written - self.held
+        """What is spent here, or held for requests that were let in, and not in the row."""
+        return self.own + self.granted - self.written - self.held
 
     def changed(self, now_s: float) -> bool:
         """Return whether the row is to be written."""
@@ -168,7 +168,7 @@ class Budgets:
         spent = self._of(tenant.name, budget, budget.period)
         spent.asked += amount
         try:
-            await self._looked(spent, budget, WAIT_S)
+            await self._looked(spent, budget)
             self._refuse(spent, budget)
             spent.granted += amount
         finally:
@@ -232,18 +232,14 @@ class Budgets:
                 retry_after_s=1.0,
                 reason=reason,
             )
-        if spent.unwritten - spent.asked > LOOK_PART * budget.most and not self._may_alone(spent, budget):
+        left = budget.most - spent.total - spent.others_held - spent.held
+        if spent.unwritten > LOOK_PART * budget.most and spent.unwritten >= left / self._ingresses:
             raise RateLimited(
                 f"This server's part of what is left of your budget of {most} a {budget.period} is used, and it cannot "
                 "ask the others now; send the request again later.",
                 retry_after_s=AWAY_S,
                 reason=reason,
             )
-
-    def _may_alone(self, spent: _Spent, budget: BudgetConfig) -> bool:
-        """Return whether this ingress may let requests in that the others do not know of: its share of the rest."""
-        left = budget.most - spent.others - spent.written - spent.held
-        return spent.unwritten - spent.asked < left / self._ingresses
 
     def _told(self, name: str, budget: BudgetConfig, spent: _Spent) -> dict[str, Any]:
         number = int if budget.tokens is not None else float
@@ -275,14 +271,14 @@ class Budgets:
     def _due(self, spent: _Spent, budget: BudgetConfig) -> bool:
         if not spent.reached:
             return self._clock() - spent.looked_s >= AWAY_S
-        return spent.unwritten > LOOK_PART * budget.most or self._clock() - spent.looked_s >= LOOK_S
+        return spent.unwritten + spent.asked > LOOK_PART * budget.most or self._clock() - spent.looked_s >= LOOK_S
 
-    async def _looked(self, spent: _Spent, budget: BudgetConfig, wait_s: float) -> None:
+    async def _looked(self, spent: _Spent, budget: BudgetConfig) -> None:
         """Wait until the row has what is spent and asked here, and has told what others have; or as long as may be."""
         began_s = self._clock()
         while self._due(spent, budget):
             reached, look = spent.reached, self._begin_look(spent)
-            left_s = wait_s - (self._clock() - min(began_s, spent.began_s))
+            left_s = WAIT_S - (self._clock() - min(began_s, spent.began_s))
             if not reached or left_s <= 0 or not (await asyncio.wait([look], timeout=left_s))[0]:
                 return
 
@@ -312,7 +308,7 @@ class Budgets:
                         if await self._objects.insert(*place, first, (spent.ends + KEPT).timestamp()):
                             break
                     spent.written, spent.held, spent.held_until_s = own, held, until_s
-            spent.others, spent.waiting, spent.reached = row.others, row.waiting, True
+            spent.others, spent.others_held, spent.reached = row.others, row.others_held, True
         except (WarmpathError, msgspec.MsgspecError, ArithmeticError, ValueError) as error:
             if spent.reached:
                 logger.warning("the budget of %s is counted by this ingress alone for now: %s", spent.tenant, error)
@@ -332,7 +328,7 @@ class _Row:
         self._entries = {key: str(own)}
         if held:
             self._entries[f"{_HELD} {key} {until_s:.0f}"] = str(held)
-        self.others = self.waiting = _NONE
+        self.others = self.others_held = _NONE
 
     def has(self, data: bytes) -> bool:
         """Read the others, and return whether the row has this counter."""
@@ -346,17 +342,17 @@ class _Row:
     def _read(self, data: bytes) -> dict[str, str]:
         """Return the entries that hold: not of what was held by this counter, or by those that died."""
         entries: dict[str, str] = {}
-        self.others = self.waiting = _NONE
+        self.others = self.others_held = _NONE
         for name, value in msgspec.json.decode(data, type=dict[str, str]).items():
             amount = Decimal(value)
             if name.startswith(_HELD):
                 _, key, until_s = name.split(" ")
                 if key == self._key or float(until_s) < self._now_s:
                     continue
-                self.waiting += amount
-            entries[name] = value
-            if name != self._key:
+                self.others_held += amount
+            elif name != self._key:
                 self.others += amount
+            entries[name] = value
         return entries
 
 
