@@ -198,10 +198,6 @@ class Batches:
             raise NotFound(f"There is no batch {batch_id[:64]!r}: it may be deleted or expired.", param="batch_id")
         return batch
 
-    async def all(self, tenant: str) -> list[StoredBatch]:
-        """Return a tenant's batches, the newest first."""
-        return await self.listed(tenant, lambda batches: batches)
-
     async def listed(self, tenant: str, work: Callable[[list[StoredBatch]], R]) -> R:
         """Return what ``work`` makes of a tenant's batches, the newest first, in a thread."""
         return await self.objects.read_all(tenant, BATCH, StoredBatch, lambda found, _: work(newest_first(found)))

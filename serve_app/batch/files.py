@@ -194,10 +194,6 @@ class Files:
             raise NotFound(f"There is no file {file_id[:64]!r}: it may be deleted or expired.", param="file_id")
         return file
 
-    async def all(self, tenant: str) -> list[File]:
-        """Return a tenant's files, the newest first."""
-        return await self.listed(tenant, lambda files: files)
-
     async def listed(self, tenant: str, work: Callable[[list[File]], R]) -> R:
         """Return what ``work`` makes of a tenant's files, the newest first, in a thread."""
         return await self.objects.read_all(tenant, FILE, File, lambda found, _: work(newest_first(found)))

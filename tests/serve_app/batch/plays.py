@@ -148,8 +148,8 @@ class Play:
             batch = await one.batches.get(sent.tenant, sent.batch.id)
             await self.judge_one(one, sent, batch)
         for tenant in TENANTS:
-            kept = await one.files.all(tenant)
-            own = await one.batches.all(tenant)
+            kept = await one.files.listed(tenant, list)
+            own = await one.batches.listed(tenant, list)
             assert len(own) == sum(sent.tenant == tenant for sent in self.sent)
             sizes = [file.bytes for file in kept] + [batch.results_size for batch in own if batch.results]
             wanted += Counter({FILE: len(kept), BATCH: len(own), CONTENT: len(sizes)})

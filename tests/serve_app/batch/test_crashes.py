@@ -81,7 +81,7 @@ class Process:
         try:
             async with asyncio.timeout(60):
                 while {queued.batch_id for queued in await self.batches.queue()} & {
-                    batch.id for batch in await self.batches.all(ACME)
+                    batch.id for batch in await self.batches.listed(ACME, list)
                 }:
                     await one._claim()
                     await asyncio.gather(*one.running.values())
@@ -119,9 +119,9 @@ def test_a_process_that_dies_at_any_call_leaves_a_batch_whole_and_nothing_behind
 
     async def deleted(process: Process) -> bool:
         try:
-            for batch in await process.batches.all(ACME):
+            for batch in await process.batches.listed(ACME, list):
                 await process.batches.delete(ACME, batch)
-            for file in await process.batches.files.all(ACME):
+            for file in await process.batches.files.listed(ACME, list):
                 await process.batches.files.delete(ACME, file.id)
         except Died:
             return False
@@ -133,7 +133,7 @@ def test_a_process_that_dies_at_any_call_leaves_a_batch_whole_and_nothing_behind
             done = await lived(Process(file, left))
             other = Process(file)
             await other.run()
-            for batch in await other.batches.all(ACME):
+            for batch in await other.batches.listed(ACME, list):
                 assert batch.status in ("completed", *(["cancelled"] if cancels else [])), left
                 answered = (await other.results(batch)) if batch.completed or anthropic else []
                 assert answered == [f"c{at}" for at in range(LINES if anthropic else batch.completed)]

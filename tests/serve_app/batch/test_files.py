@@ -137,7 +137,7 @@ class Room:
         self.world.shift_s += ABANDONED_S + 1
         for tenant in TENANTS:
             await one.batches.sweep(tenant)
-            assert {file.id for file in await one.files.all(tenant)} == {
+            assert {file.id for file in await one.files.listed(tenant, list)} == {
                 name for name, (of, _) in self.kept.items() if of == tenant
             }
         assert rows(self.world) == wanted
@@ -233,7 +233,7 @@ def test_a_file_ends_with_all_that_belongs_to_it(sent: list[tuple[str, int, int 
                 world.shift_s += step
                 live = [(tenant, content, file) for tenant, content, file in made if file.expires_at >= world.now_s()]
                 for tenant in TENANTS:
-                    assert {file.id for file in await one.files.all(tenant)} == {
+                    assert {file.id for file in await one.files.listed(tenant, list)} == {
                         file.id for of, _, file in live if of == tenant
                     }
                     assert bool(await one.objects.taken(tenant)) == any(of == tenant for of, *_ in live)

@@ -138,6 +138,6 @@ def test_a_list_of_many_is_read_beside_the_loop(world: World) -> None:
         await one.objects.insert(
             "acme", FILE, "file-x", msgspec.json.encode(File("file-x", "", "", "", 1, 0.0, 0.0)), now_s + 1
         )
-        assert len(await one.files.all("acme")) == 2
+        assert len(await one.files.listed("acme", list)) == 2
 
     world.run(run())

@@ -39,8 +39,8 @@ def test_a_row_of_another_release_costs_itself(value: bytes, world: World, caplo
         one.start()
         sent = [await one.submit(tenant) for tenant in ("acme", "globex", "acme")]
         await world.until_ended(one, *zip(("acme", "globex", "acme"), sent, strict=True), most_s=60)
-        assert {batch.id for batch in await one.batches.all("acme")} == {sent[0].id, sent[2].id}
-        assert kept.id in {file.id for file in await one.files.all("acme")}
+        assert {batch.id for batch in await one.batches.listed("acme", list)} == {sent[0].id, sent[2].id}
+        assert kept.id in {file.id for file in await one.files.listed("acme", list)}
         for asked in (one.batches.get("acme", f"{BATCH}-x"), one.files.get("acme", f"{FILE}-x")):
             with pytest.raises(StoredByNewerRelease, match="another release"):
                 await asked
