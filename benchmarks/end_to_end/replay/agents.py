@@ -267,7 +267,7 @@ def main() -> None:
     load = make_load(drawn(read_sessions(), options), text, options)
     common = ["--model", options.model, "--engine", options.engine, "--replicas", str(options.replicas), *load.flags]
     common += ["--max-connections-per-address", "4096", f"--set=block_size={size}", "--set=enforce_eager=true"]
-    common += [f"--set={pair}" for pair in options.set]
+    common += ["--set=pin_budget=0", *(f"--set={pair}" for pair in options.set)]  # all of a pool is for requests
 
     with instance(*common, f"--set=num_blocks={sum(_blocks(shot, size) for shot in load.shots.values())}") as url:
         ideal_s, ideal_hit_rate = asyncio.run(ideal_times(url, load))
