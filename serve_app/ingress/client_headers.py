@@ -20,7 +20,7 @@ from router.background import run_in_background
 from serve_app.api.hints import MOST_WORD_CHARS, is_true
 from serve_app.api.openai.response import openai_error
 from serve_app.api.request import RequestFields
-from serve_app.ingress.connections import AddressBounds, guard_of
+from serve_app.ingress.connections import AddressBounds, Listener, guard_of, listeners_of
 from serve_app.ingress.http import error_headers, json_response
 from serve_app.ray_compat import header_names
 
@@ -195,12 +195,16 @@ class ClientHeaders:
         self._app = app
         self._addresses = AddressBounds()
         self._watching: asyncio.Task[None] | None = None
+        self._listeners: list[Listener] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on; the first one shows the connections to watch."""
         loop = asyncio.get_running_loop()
         if self._watching is None and (guard := guard_of(send)) is not None:
             self._watching = run_in_background(guard.run)
+            self._listeners = listeners_of(send)
+        for listener in self._listeners:
+            listener.accept_waiting()
         if scope.get("http_version") == "1.0":
             send = until_closed(send)
         scope[_CONNECTION] = _Outermost(send, loop, time.perf_counter())

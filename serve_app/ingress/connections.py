@@ -8,12 +8,14 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import struct
 import termios
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from ipaddress import IPv6Address, ip_address
+from pathlib import Path
 from typing import Any
 
 from serve_app.api.openai.response import openai_error
@@ -27,6 +29,7 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 4096
 """From here on, connections without a request are closed, those without one for over a second."""
 LOOK_S = 1.0
+ACCEPTED_AT_ONCE = 64
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 """Ray's environment variable for what it puts around all applications, in every process that listens for HTTP."""
 CLIENT_HEADERS = "serve_app.ingress.client_headers:middlewares"
@@ -92,6 +95,45 @@ class ConnectionGuard:
             protocol.transport.close()
 
 
+class Listener:
+    """A listening socket of this process. ``protocol``: one of its connections (of uvicorn); ``descriptor``: its own.
+
+    uvloop accepts one connection each time that its loop comes round. While a burst of requests keeps the loop busy
+    for a tenth of a second, that is ten a second: hundreds wait, whoever they are; `/health` waited for ten seconds.
+    """
+
+    def __init__(self, protocol: Any, descriptor: int) -> None:
+        self._protocol = protocol
+        self._descriptor, self._inode = descriptor, os.fstat(descriptor).st_ino
+        self._accepted: set[asyncio.Task[None]] = set()
+
+    def accept_waiting(self) -> None:
+        """Accept the connections that wait, at most ``ACCEPTED_AT_ONCE``; called with each request."""
+        with suppress(OSError):
+            if os.fstat(self._descriptor).st_ino != self._inode:  # closed, and the number is another file's
+                return
+            listening = socket.socket(fileno=self._descriptor)
+            try:
+                listening.setblocking(False)
+                for _ in range(ACCEPTED_AT_ONCE):
+                    task = asyncio.ensure_future(self._begin(listening.accept()[0]))
+                    self._accepted.add(task)
+                    task.add_done_callback(self._accepted.discard)
+            finally:
+                listening.detach()
+
+    async def _begin(self, accepted: socket.socket) -> None:
+        loop, like = asyncio.get_running_loop(), self._protocol
+        try:
+            await loop.connect_accepted_socket(
+                lambda: type(like)(like.config, like.server_state, like.app_state, _loop=loop),
+                accepted,
+                ssl=like.config.ssl,
+            )
+        except OSError:  # the client has left
+            accepted.close()
+
+
 class AddressBounds:
     """Requests in flight by address, for IPv6 by network of 64 bits: one client has all its addresses."""
 
@@ -147,6 +189,30 @@ def guard_of(send: Any) -> ConnectionGuard | None:
     with suppress(AttributeError):
         return ConnectionGuard(send.__self__.transport.get_protocol().connections)
     return None
+
+
+def listeners_of(send: Any) -> list[Listener]:
+    """Return the sockets that the server of ``send`` listens on, none unless it is uvicorn on uvloop."""
+    if "uvloop" not in type(asyncio.get_running_loop()).__module__:
+        return []
+    with suppress(AttributeError):
+        protocol = send.__self__.transport.get_protocol()
+        port = protocol.transport.get_extra_info("sockname")[1]
+        return [Listener(protocol, descriptor) for descriptor in _listening(port)]
+    return []
+
+
+def _listening(port: int) -> Iterator[int]:
+    """Yield the descriptors of this process that listen on a port."""
+    for file in Path("/dev/fd").iterdir():
+        descriptor = int(file.name)
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
+                listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port:
+                    yield descriptor
 
 
 def header_bytes(headers: Collection[tuple[bytes, bytes]]) -> int:

@@ -25,7 +25,9 @@ from benchmarks.common.prompts import WORDS
 MAX_BODY_BYTES = 8 << 20
 """The default of the setting ``max_body_bytes``."""
 TIMEOUT_S, LEAVES_S, PAUSE_S = 60.0, 5.0, 0.05
-_READY_S, _END_S, _NICENESS = 60.0, 30.0, 5
+_READY_S, _END_S = 60.0, 30.0
+_NICENESS = 19
+"""Ray's workers have 15."""
 SOURCE = "127.0.0.2"
 """The hostile client's address, another than the neighbour's."""
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"

@@ -20,6 +20,7 @@ from serve_app.ingress.connections import ADDRESS_BOUND, CLIENT_HEADERS, Address
 
 PATIENCE_S = 60.0
 LONG = 64 << 20
+WAITING = 300
 
 
 class Door:
@@ -29,10 +30,15 @@ class Door:
         self.go = threading.Event()
         self.left = threading.Event()
         self.port = 0
+        self.begun = self.rounds = 0
 
     async def application(self, scope: Any, receive: Any, send: Any) -> None:
         while scope["path"] == "/wait" and not self.go.is_set():  # noqa: ASYNC110 (another thread sets it)
             await asyncio.sleep(0.005)
+        if scope["path"] == "/stand":  # the loop stands still, and its rounds are counted from then on
+            self.go.wait(PATIENCE_S)
+            self._count(asyncio.get_running_loop())
+        self.begun += scope["path"] == "/waited"
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/long":
             for _ in range(LONG >> 16):
@@ -40,6 +46,11 @@ class Door:
             if (await receive())["type"] == "http.disconnect":
                 self.left.set()
         await send({"type": "http.response.body", "body": b"whole"})
+
+    def _count(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.begun < WAITING:
+            self.rounds += 1
+            loop.call_soon(self._count, loop)
 
     def connected(self) -> HTTPConnection:
         connection = HTTPConnection("127.0.0.1", self.port, PATIENCE_S)
@@ -53,10 +64,10 @@ class Door:
 
 
 @contextmanager
-def opened(http: str) -> Iterator[Door]:
+def opened(http: str, loop: str = "auto") -> Iterator[Door]:
     door = Door()
     app = _apply_middlewares(door.application, call_function_from_import_path(CLIENT_HEADERS))
-    config = uvicorn.Config(lambda: app, factory=True, port=0, lifespan="off", log_config=None, http=http)  # type: ignore[arg-type]
+    config = uvicorn.Config(lambda: app, factory=True, port=0, lifespan="off", log_config=None, http=http, loop=loop)  # type: ignore[arg-type]
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         door.port = listening.getsockname()[1]
@@ -172,6 +183,20 @@ def test_connections_without_a_request_make_room(door: Door, monkeypatch: pytest
         assert len(left) <= 4
         door.go.set()
         assert busy.getresponse().read() == b"whole"
+
+
+def test_who_waited_while_the_loop_was_busy_is_accepted_at_once() -> None:
+    """uvloop accepts one connection a round; rounds are long when the loop is busy."""
+    with opened("httptools", "uvloop") as door, ExitStack() as ending:
+        standing = ending.enter_context(closing(door.connected()))
+        standing.request("GET", "/stand")
+        asked = [ending.enter_context(closing(door.connected())) for _ in range(WAITING)]
+        for connection in asked:
+            connection.request("GET", "/waited")
+        before = door.rounds
+        door.go.set()
+        assert all(connection.getresponse().read() == b"whole" for connection in asked)
+        assert before == 0 and door.rounds < WAITING // 2, "a round for each"
 
 
 def test_a_server_that_was_busy_for_long_cuts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
