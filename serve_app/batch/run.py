@@ -24,7 +24,7 @@ from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest
 from serve_app.errors import InvalidRequest, WarmpathError
-from serve_app.fairness.queue import WaitingLine
+from serve_app.fairness.queue import LoopTurns, WaitingLine
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.generation.answer import TakeOutput, answer_pieces, raise_for, told_ids
 from serve_app.generation.prepare import Limits, Preparer
@@ -122,6 +122,7 @@ class _Batch:
         self._tenant = tenants.authenticate(None)
         at_once = min(config.max_num_seqs, config.max_waiting_requests)
         self._places = WaitingLine(Budget(Shares({}), lambda: at_once))
+        self._turns = LoopTurns()
         prompts = Prompts.of(config.public_prompts, config.prompts_dir)
         prompts.install(tokenizer)
         self._preparer = Preparer(
@@ -161,7 +162,7 @@ class _Batch:
             generations = self._readers.after_reasoning(wanted, generations)
             usage = RequestUsage(wanted, generations)
             choices = [WholeChoice(tells_logprobs=wanted.logprobs is not None) for _ in generations]
-            pieces = answer_pieces(generations, self, self._readers.of(wanted), place)
+            pieces = answer_pieces(generations, self, self._readers.of(wanted), place, self._turns)
             begun_s, first_s = time.perf_counter(), None
             async with aclosing(pieces):
                 async for piece in pieces:

@@ -303,6 +303,42 @@ class WaitingLine:
         return [tenant for tenant in able if tenant not in borrowers] if owed else able
 
 
+class LoopTurns:
+    """Turns of tenants to begin a request, or a call of a replica, in the event loop: one in each of its rounds.
+
+    Each takes a millisecond or more there. A hundred requests that begin at once, with sixteen answers each, would be
+    seconds in which everything else waits for its next round.
+    """
+
+    def __init__(self) -> None:
+        self._queue: TenantQueue[asyncio.Future[None]] = TenantQueue(lambda _: 1)
+        self._taken = False
+
+    async def turn(self, tenant: str) -> None:
+        """Wait until a tenant may begin: not at all if nothing else has begun in this round."""
+        if not self._taken:  # so nobody waits
+            self._take()
+            return
+        granted = asyncio.get_running_loop().create_future()
+        self._queue.put(tenant, granted)
+        try:
+            await granted
+        finally:
+            self._queue.discard(tenant, granted)
+
+    def _take(self) -> None:
+        self._taken = True
+        asyncio.get_running_loop().call_soon(self._next_round)
+
+    def _next_round(self) -> None:
+        self._taken = False
+        while self._queue.credit and not self._taken:
+            granted = self._queue.take(self._queue.next(self._queue.credit), 1)
+            if not granted.done():  # else its caller has left
+                granted.set_result(None)
+                self._take()
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -315,12 +351,13 @@ _BYTES_PER_S = 1 << 20
 class FairWorkers:
     """A few threads. With several tenants, no tenant can use all of them.
 
-    ``clock``: seconds that a thread is in use.
+    ``clock``: seconds that a thread is in use; ``loop``: turns in the event loop of those who use the threads.
     """
 
     def __init__(self, shares: Shares, threads: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         threads = max(2, min(4, os.cpu_count() or 1)) if threads is None else threads
         self._clock = clock
+        self.loop = LoopTurns()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
         self._line = WaitingLine(Budget(shares, lambda: threads), QUANTUM_BYTES)
 

@@ -29,12 +29,8 @@ from serve_app.errors import (
     RateLimited,
     WarmpathError,
 )
-from serve_app.fairness.queue import Place
+from serve_app.fairness.queue import LoopTurns, Place
 from serve_app.tokenization.detokenizer import Detokenizer, StopChecker, TokenTexts
-
-STARTED_AT_ONCE = 4
-"""Choices of one request that start in one round of the loop: starting a hundred would delay all other requests."""
-
 
 TakeOutput = Callable[[EngineOutput], bool]
 """Takes a request's outputs as they arrive, except its first and last, bypassing the generator; False: not now."""
@@ -410,11 +406,12 @@ async def answer_pieces(
     source: TokenSource,
     make_reader: Callable[[int, EngineRequest], ChoiceReader],
     place: Place,
+    turns: LoopTurns,
     sink: PieceSink | None = None,
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of all choices as they arrive; ``place`` has a unit per concurrent one. A failure ends all.
 
-    Pieces of a single choice may go to ``sink`` instead.
+    Each begins at its tenant's turn. Pieces of a single choice may go to ``sink`` instead.
     """
     streams = (
         choice_pieces(generation, source, make_reader(index, generation), sink if len(generations) == 1 else None)
@@ -422,6 +419,7 @@ async def answer_pieces(
     )
     try:
         if len(generations) == 1:
+            await turns.turn(place.tenant)
             async with aclosing(next(streams)) as stream:
                 async for piece in stream:
                     yield piece
@@ -431,6 +429,7 @@ async def answer_pieces(
         async def pump() -> None:
             try:
                 for stream in streams:
+                    await turns.turn(place.tenant)
                     async with aclosing(stream):
                         async for piece in stream:
                             ready.put_nowait(piece)
@@ -439,13 +438,9 @@ async def answer_pieces(
             except Exception as error:  # the consumer raises it
                 ready.put_nowait(error)
 
-        pumps: list[asyncio.Task[None]] = []
+        at_work = min(place.units, len(generations))
+        pumps = [asyncio.create_task(pump()) for _ in range(at_work)]
         try:
-            at_work = min(place.units, len(generations))
-            for started in range(1, at_work + 1):
-                pumps.append(asyncio.create_task(pump()))
-                if started % STARTED_AT_ONCE == 0:
-                    await asyncio.sleep(0)
             while at_work:
                 item = await ready.get()
                 if item is None:

@@ -100,6 +100,7 @@ class Completions:
         """Return a whole or started answer. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
         arrived = arrived_s(request.scope)
         with self.arrive(tenant) as arrival:
+            await self.workers.loop.turn(tenant.name)
             # Only a batch's lines say whether they wait for all others.
             needs: Needs = "replica later" if hasattr(request.state, "waits_for_all") else "replica"
             chosen, wanted, note = await self._wanted(request, tenant, arrival, parse, answer_format, needs)
@@ -153,7 +154,7 @@ class Completions:
             )
             place = arrival.hand_over()
             sink = PieceSink()
-            pieces = answer_pieces(generations, self.source, self.readers.of(wanted), place, sink)
+            pieces = answer_pieces(generations, self.source, self.readers.of(wanted), place, self.workers.loop, sink)
             head = AnswerHead(
                 answer_id,
                 int(time.time()),

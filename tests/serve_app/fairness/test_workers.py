@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
+from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.fairness.queue import FairWorkers
+from serve_app.fairness.queue import FairWorkers, LoopTurns
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.work import StepBudget, TenantsLru, TooMuchWorkError, check_wanted
 
@@ -105,3 +106,46 @@ def test_a_tenant_cannot_push_out_what_another_keeps(puts: list[tuple[str, int]]
         for one, keys in found.items():
             assert keys == latest[one][len(latest[one]) - len(keys) :]
             assert len(keys) >= min(len(latest[one]), most // 3)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=40).map(lambda one: [("a", False), *one]))
+def test_one_begins_in_a_round_of_the_loop_in_turns_of_tenants(asked: list[tuple[str, bool]]) -> None:
+    """Who leaves takes no turn; of those who stay, a tenant has at most one turn more than another that still waits."""
+
+    async def run() -> tuple[list[tuple[int, str]], int]:
+        loop, turns, rounds, begun = asyncio.get_running_loop(), LoopTurns(), 0, list[tuple[int, str]]()
+
+        def count() -> None:
+            nonlocal rounds
+            rounds += 1
+            loop.call_soon(count)
+
+        async def begin(tenant: str) -> None:
+            await turns.turn(tenant)
+            begun.append((rounds, tenant))
+
+        count()
+        await turns.turn("first")
+        tasks = [asyncio.create_task(begin(tenant)) for tenant, _ in asked]
+        await asyncio.sleep(0)
+        for task, (_, leaves) in zip(tasks, asked, strict=True):
+            if leaves:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        before = rounds
+        await asyncio.gather(*(turns.turn("last") for _ in range(3)))
+        return begun, rounds - before
+
+    begun, last = asyncio.run(run())
+    rounds = [number for number, _ in begun]
+    assert len(set(rounds)) == len(rounds), "two in one round"
+    assert last <= 10, "a turn was lost"
+    tenants, stay = [tenant for _, tenant in begun], Counter(tenant for tenant, leaves in asked if not leaves)
+    assert Counter(tenants) == stay
+    stay["a"] -= 1  # the first began while nobody else waited
+    for at in range(1, len(tenants)):
+        taken = Counter(tenants[1:at])
+        for tenant in stay:
+            if taken[tenant] < stay[tenant]:
+                assert max(taken.values(), default=0) <= taken[tenant] + 1
