@@ -352,13 +352,15 @@ def _posting(of: Callable[[], Posts]) -> HostileClient:
 
 _POSTING: Sequence[Callable[[], Posts]] = (
     beginnings, references, keywords, grammars, big_bodies, nested, prompts, tools, counts, log_probabilities, stored,
-    message_batches, documents, odd_headers,
+    documents, odd_headers,
 )  # fmt: skip
 ATTACKS: dict[str, HostileClient] = {
     **{of.__name__: _posting(of) for of in _POSTING},
-    **{one.__name__: one for one in (batches_of_line_ends, leavers, slow_readers, noise)},
+    **{one.__name__: one for one in (leavers, slow_readers, noise)},
+    message_batches.__name__: _posting(message_batches),
+    batches_of_line_ends.__name__: batches_of_line_ends,
 }
-"""Every kind of hostile client."""
+"""Every kind of hostile client. Last are those whose work goes on when they have gone, beside the next ones'."""
 
 
 @asynccontextmanager
