@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args, get_ori
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -119,6 +120,8 @@ MAX_STOP_CHARS = 1024
 MAX_ID_CHARS = 1024
 
 _LARGE_BYTES = 64 << 10
+_MOST_FIELDS = 1 << 14
+"""Of a body itself. Their names are decoded in one call of a library, in which all other threads wait."""
 _NULL = msgspec.Raw(b"null")
 _skim = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -256,11 +259,14 @@ class JsonBody(BaseModel):
         """
         if len(raw) <= _LARGE_BYTES or raw[:256].lstrip()[:1] != b"{":
             return msgspec.json.decode(raw)
+        if raw.count(b":") > _MOST_FIELDS and _count_fields(raw) > _MOST_FIELDS:
+            raise InvalidRequest(f"The body holds over {_MOST_FIELDS} fields; send fewer.")
         fields = _skim(raw)
+        known = cls.model_fields  # pydantic computes it
         for name, most in cls.bounded.items():
             if name in fields and _count_values(bytes(fields[name])) > most:
                 raise InvalidRequest(f"{name} holds over {most} values; send fewer, in several requests.", param=name)
-        found = {n: msgspec.json.decode(raw) for n, raw in fields.items() if n in cls.model_fields or n in cls.refused}
+        found = {n: msgspec.json.decode(raw) for n, raw in fields.items() if n in known or n in cls.refused}
         ignored = (n for n, raw in fields.items() if n not in found and n not in cls.without_effect and raw != _NULL)
         return found | dict.fromkeys(islice(ignored, MAX_TOLD), 0)
 
@@ -278,12 +284,25 @@ def call_id(value: Any, path: str) -> str:
 
 def _count_values(raw: bytes) -> int:
     """Return an upper bound of the number of values: one plus the commas and opening brackets outside strings."""
+    text, in_string = _text(raw)
+    between = (text == ord(",")) | ((text | 0x20) == ord("{"))  # "[" differs from "{" in that bit
+    return 1 + int(np.count_nonzero(between > in_string))
+
+
+def _count_fields(raw: bytes) -> int:
+    """Return the number of fields of an object itself: the colons outside strings and outside its values."""
+    text, in_string = _text(raw)
+    opened, closed = (((text | 0x20) == ord(bracket)) > in_string for bracket in "{}")  # brackets of both kinds
+    depth = np.cumsum(opened.view(np.int8) - closed.view(np.int8), dtype=np.int32)
+    return int(np.count_nonzero(((text == ord(":")) > in_string) & (depth == 1)))
+
+
+def _text(raw: bytes) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Return a JSON text without escaped quotes, and whether each of its bytes is in a string: 0 or 1."""
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
     text = np.frombuffer(raw, np.uint8)
-    in_string = np.cumsum(text == ord('"'), dtype=np.uint8) & 1  # odd after an opening quote; wraps, and stays so
-    between = (text == ord(",")) | ((text | 0x20) == ord("{"))  # "[" differs from "{" in that bit
-    return 1 + int(np.count_nonzero(between > in_string))
+    return text, np.cumsum(text == ord('"'), dtype=np.uint8) & 1  # odd after an opening quote; wraps, and stays so
 
 
 def _refusal(model: type[JsonBody], error: ErrorDetails) -> InvalidRequest:

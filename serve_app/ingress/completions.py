@@ -202,12 +202,16 @@ class Completions:
             chosen, name, _ = self._chosen(asked.model, None, tenant, arrival, "tokenizer")
             chosen.preparer.adapters.choose(name, None, tenant.name, tenant.models)
             tokenizer = chosen.tokenizer
-            if max(asked.tokens, default=0) >= tokenizer.vocab_size:
-                message = f"tokens must be from 0 to {tokenizer.vocab_size - 1}."
-                raise InvalidRequest(message, param="tokens")
-            if len(asked.tokens) <= INLINE_VALUES:
+
+            def text() -> str:
+                if max(asked.tokens, default=0) >= tokenizer.vocab_size:
+                    message = f"tokens must be from 0 to {tokenizer.vocab_size - 1}."
+                    raise InvalidRequest(message, param="tokens")
                 return tokenizer.text_of(asked.tokens)
-            return await self.workers.run(tenant.name, arrival.body_bytes, tokenizer.text_of, asked.tokens)
+
+            if len(asked.tokens) <= INLINE_VALUES:
+                return text()
+            return await self.workers.run(tenant.name, arrival.body_bytes, text)
 
     async def _read(self, body: bytes, tenant: Tenant, arrival: Arrival, work: Callable[[bytes], T]) -> T:
         """Return ``work(body)``, done outside the event loop if that takes long."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
-from serve_app.api.json_body import JsonBody, _count_values
+from serve_app.api.json_body import JsonBody, _count_fields, _count_values
 from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, parse_completion
 from serve_app.api.request import MAX_TOLD, UnknownField, ignored_fields, require_none, unknown_fields
 from serve_app.errors import InvalidRequest
@@ -64,6 +64,21 @@ def commas_and_brackets(value: Any) -> int:
 @given(value=VALUES, ascii_only=st.booleans())
 def test_the_content_of_strings_does_not_count(value: Any, ascii_only: bool) -> None:
     assert _count_values(json.dumps(value, ensure_ascii=ascii_only).encode()) == commas_and_brackets(value) + 1
+
+
+@given(value=VALUES, ascii_only=st.booleans())
+def test_a_bodys_own_fields_are_counted(value: Any, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert _count_fields(text) == (len(value) if isinstance(value, dict) else 0)
+
+
+def test_a_body_has_a_bound_of_fields() -> None:
+    """Decoding the names of hundreds of thousands would hold up all threads; those in a skipped value do not."""
+    many = ",".join(f'"k{number}": 0' for number in range(20_000))
+    with pytest.raises(InvalidRequest, match="over 16384 fields; send fewer"):
+        parse_completion(f'{{"model": "demo", "prompt": "a", {many}}}'.encode())
+    kept = parse_completion(f'{{"model": "demo", "prompt": "a", "unknown": {{{many}}}}}'.encode())
+    assert [field.name for field in kept.unknown] == ["unknown"]
 
 
 @settings(max_examples=200)
