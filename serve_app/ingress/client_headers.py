@@ -20,7 +20,7 @@ from router.background import run_in_background
 from serve_app.api.hints import MOST_WORD_CHARS, is_true
 from serve_app.api.openai.response import openai_error
 from serve_app.api.request import RequestFields
-from serve_app.ingress.connections import AddressBounds, Listener, guard_of, listeners_of
+from serve_app.ingress.connections import AddressBounds, ListeningSocket, guard_of, listeners_of
 from serve_app.ingress.http import error_headers, json_response
 from serve_app.ray_compat import header_names
 
@@ -195,7 +195,7 @@ class ClientHeaders:
         self._app = app
         self._addresses = AddressBounds()
         self._watching: asyncio.Task[None] | None = None
-        self._listeners: list[Listener] = []
+        self._listeners: list[ListeningSocket] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on; the first one shows the connections to watch."""

@@ -95,7 +95,7 @@ class ConnectionGuard:
             protocol.transport.close()
 
 
-class Listener:
+class ListeningSocket:
     """A listening socket of this process. ``protocol``: one of its connections (of uvicorn); ``descriptor``: its own.
 
     uvloop accepts one connection each time that its loop comes round. While a burst of requests keeps the loop busy
@@ -191,14 +191,14 @@ def guard_of(send: Any) -> ConnectionGuard | None:
     return None
 
 
-def listeners_of(send: Any) -> list[Listener]:
+def listeners_of(send: Any) -> list[ListeningSocket]:
     """Return the sockets that the server of ``send`` listens on, none unless it is uvicorn on uvloop."""
     if "uvloop" not in type(asyncio.get_running_loop()).__module__:
         return []
     with suppress(AttributeError):
         protocol = send.__self__.transport.get_protocol()
         port = protocol.transport.get_extra_info("sockname")[1]
-        return [Listener(protocol, descriptor) for descriptor in _listening(port)]
+        return [ListeningSocket(protocol, descriptor) for descriptor in _listening(port)]
     return []
 
 
