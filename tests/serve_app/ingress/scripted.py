@@ -225,7 +225,9 @@ class Loopback:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(make(), log_level="error", timeout_graceful_shutdown=1))
+        self._server = uvicorn.Server(
+            uvicorn.Config(make(), log_level="error", timeout_graceful_shutdown=1, timeout_keep_alive=600)
+        )
         self._ready.set()
         await self._server.serve([listener])
 

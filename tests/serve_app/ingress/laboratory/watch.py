@@ -97,6 +97,7 @@ async def wrong_with(work: Work, most_bytes: int, whole_bytes: int = 0) -> str:
         base = await _measured(work, LEAST_BYTES)
         quarter = await _measured(work, quarter_bytes)
         if _grows(base, quarter, most):
+            base = await _least(work, LEAST_BYTES, base)  # one that was dear hides what the quarter costs
             quarter, most = await _least(work, quarter_bytes, quarter), await _least(work, most_bytes, most)
         if _grows(base, quarter, most):
             told = ((base, LEAST_BYTES), (quarter, quarter_bytes), (most, most_bytes))
