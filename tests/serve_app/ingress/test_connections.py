@@ -29,6 +29,7 @@ class Door:
     def __init__(self) -> None:
         self.go = threading.Event()
         self.left = threading.Event()
+        self.stands = threading.Event()
         self.port = 0
         self.begun = self.rounds = 0
 
@@ -36,6 +37,7 @@ class Door:
         while scope["path"] == "/wait" and not self.go.is_set():  # noqa: ASYNC110 (another thread sets it)
             await asyncio.sleep(0.005)
         if scope["path"] == "/stand":  # the loop stands still, and its rounds are counted from then on
+            self.stands.set()
             self.go.wait(PATIENCE_S)
             self._count(asyncio.get_running_loop())
         self.begun += scope["path"] == "/waited"
@@ -190,13 +192,13 @@ def test_who_waited_while_the_loop_was_busy_is_accepted_at_once() -> None:
     with opened("httptools", "uvloop") as door, ExitStack() as ending:
         standing = ending.enter_context(closing(door.connected()))
         standing.request("GET", "/stand")
+        assert door.stands.wait(PATIENCE_S)
         asked = [ending.enter_context(closing(door.connected())) for _ in range(WAITING)]
         for connection in asked:
             connection.request("GET", "/waited")
-        before = door.rounds
         door.go.set()
         assert all(connection.getresponse().read() == b"whole" for connection in asked)
-        assert before == 0 and door.rounds < WAITING // 2, "a round for each"
+        assert 0 < door.rounds < WAITING // 2, "a round for each"
 
 
 def test_a_server_that_was_busy_for_long_cuts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
