@@ -120,9 +120,9 @@ class BatchReplica:
 
     async def run(self) -> None:
         """Compute."""
-        decode_step_s = self.cost.step_s(0, 1)
+        pace = self.cost.prefill_tokens_per_s, self.cost.decode_base_s, self.cost.decode_per_sequence_s
         while True:
-            chosen = self.scheduler.schedule(self.cost.prefill_tokens_per_s, decode_step_s)
+            chosen = self.scheduler.schedule(*pace)
             if not chosen and not self.scheduler.preempted:
                 self.news.clear()
                 self.report()

@@ -158,7 +158,6 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
     cost = CostModel(prefill_tokens_per_s=workload.prefill_tokens_per_s, vocab_size=workload.vocab_size)
     runner = SimulatedRunner(cost, settings, sleep=clock.sleep)
     sides, coming = Sides(workload.flood_waiting), deque(enumerate(arrivals))
-    decode_step_s = cost.step_s(0, 1)  # a real engine measures it in its warm-up
     while coming or scheduler.waiting or scheduler.running:
         while coming and coming[0][1][0] <= clock():
             number, (arrival_s, tenant, ids, answer_tokens) = coming.popleft()
@@ -166,7 +165,8 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
             if sides.arrives(request):
                 chain = cache.prompt_chain(request.scope, request.root, ids)
                 scheduler.add(SequenceState(request, lambda _: None, chain, arrival_s))
-        chosen = scheduler.schedule(cost.prefill_tokens_per_s, decode_step_s)
+        # a real engine measures these
+        chosen = scheduler.schedule(cost.prefill_tokens_per_s, cost.decode_base_s, cost.decode_per_sequence_s)
         if not chosen and not scheduler.preempted:
             assert coming, "the waiting requests can never start"
             clock.sleep(coming[0][1][0] - clock())
@@ -175,10 +175,8 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
             if item.admitted:
                 sequence = item.sequence
                 sides.starts(sequence.request, sequence.cached_tokens, clock() - sequence.arrival_s)
-        began_s, prefills = clock(), any(item.sequence.prefilling for item in chosen)
         segments = [item.sequence.segment(item.tokens) for item in chosen]
         runner.execute(segments)
-        decode_step_s = decode_step_s if prefills else clock() - began_s
         for item, segment in zip(chosen, segments, strict=True):
             scheduler.computed(item)
             if segment.token is not None:

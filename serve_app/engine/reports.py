@@ -25,6 +25,34 @@ _QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5
 _PREFILL_MEMORY_TOKENS = 8192.0
 _PREFILL_LEAST_TOKENS = 128
 _DECODE_WEIGHT = 0.1
+_LINE_WEIGHT = 0.01
+
+
+class Line:
+    """The line nearest to points above 0, ``base`` + ``each`` * x. ``weight``: the newest point's part of it."""
+
+    def __init__(self, weight: float) -> None:
+        self.each = 0.0
+        self._weight = weight
+        self._points = 0
+        self._x = self._y = self._spread = self._shared = 0.0
+
+    @property
+    def base(self) -> float:
+        """The value at 0."""
+        return max(0.0, self._y - self.each * self._x)
+
+    def observe(self, x: float, y: float) -> None:
+        """Add a point."""
+        self._points += 1
+        part = max(self._weight, 1 / self._points)
+        dx, dy = x - self._x, y - self._y
+        self._x += part * dx
+        self._y += part * dy
+        self._spread = (1 - part) * (self._spread + part * dx * dx)
+        self._shared = (1 - part) * (self._shared + part * dx * dy)
+        if self._spread >= 1.0:  # points of one size say nothing about another
+            self.each = min(max(0.0, self._shared / self._spread), self._y / self._x)
 
 
 class EngineMeters:
@@ -47,6 +75,7 @@ class EngineMeters:
         self._preemptions: Counter[str] = Counter()
         self._prefill = Rate()
         self._decode_s = Mean(_DECODE_WEIGHT)
+        self._decode_line = Line(_LINE_WEIGHT)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -57,6 +86,11 @@ class EngineMeters:
     def decode_step_s(self) -> float:
         """The smoothed duration of a step without prefill, 0.0 while unknown."""
         return self._decode_s.value
+
+    @property
+    def decode_line_s(self) -> tuple[float, float]:
+        """A step without prefill takes the first, and the second for each of its sequences; 0.0 while unknown."""
+        return self._decode_line.base, self._decode_line.each
 
     @property
     def prefill_rate_tokens(self) -> int:
@@ -73,10 +107,14 @@ class EngineMeters:
         self._queries[name] += prompt_tokens
         self._hits[name] += cached_tokens
 
-    def stepped(self, prefill_tokens: int, duration_s: float) -> None:
-        """Smooth the rates over 8,192 prefill tokens and ten decode steps; tiny prefills do not show throughput."""
+    def stepped(self, prefill_tokens: int, duration_s: float, sequences: int = 1) -> None:
+        """Smooth the rates over 8,192 prefill tokens and ten decode steps; tiny prefills do not show throughput.
+
+        ``sequences``: of the step. What each of them takes is known from a hundred decode steps of several sizes.
+        """
         if prefill_tokens == 0:
             self._decode_s.observe(duration_s)
+            self._decode_line.observe(sequences, duration_s)
         elif duration_s > 0.0 and (prefill_tokens >= _PREFILL_LEAST_TOKENS or self.prefill_tokens_per_s == 0.0):
             kept = math.exp(-prefill_tokens / _PREFILL_MEMORY_TOKENS)
             self._prefill = self._prefill.then(prefill_tokens, duration_s, kept)

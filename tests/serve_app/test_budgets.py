@@ -266,6 +266,35 @@ def test_what_is_spent_stays_spent_whatever_period_and_time_it_is(tmp_path: Path
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("away_s", [0.5 * 86400, 86400, 2 * 86400, 30 * 86400])
+def test_the_last_spending_of_a_period_is_written_however_long_the_database_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away_s: float
+) -> None:
+    """Other ingresses and a clock that is set back see it, whether or not the period ended long ago meanwhile."""
+    now = [NOON_S]
+    config = tenant(tokens=1000, period="day")
+
+    async def away(*_: object) -> bool:
+        raise Overloaded("away")
+
+    async def run() -> None:
+        budgets = ingress(tmp_path / "f", config, now_s=lambda: now[0])
+        budgets.count(KEY, Counts(prompt_tokens=600))
+        await budgets.flush()
+        with monkeypatch.context() as patch:
+            for name in ("get", "change", "insert"):
+                patch.setattr(StoredObjects, name, away)
+            budgets.count(KEY, Counts(prompt_tokens=70))
+            for _ in range(4):
+                await budgets.flush()
+                now[0] += away_s / 4
+            await budgets.flush()
+        await budgets.flush()
+        assert await used(ingress(tmp_path / "f", config)) == 670
+
+    asyncio.run(run())
+
+
 def test_a_counter_that_was_forgotten_or_lost_by_its_row_is_no_other_one(tmp_path: Path) -> None:
     """A period that ended long ago and comes again begins a new entry; an entry that its row lost is written again."""
     now = [NOON_S]

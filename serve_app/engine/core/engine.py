@@ -208,7 +208,8 @@ class TorchEngine:
 
     def step(self) -> None:
         """Choose, compute and settle one step."""
-        chosen = self._scheduler.schedule(self._meters.prefill_tokens_per_s, self._meters.decode_step_s)
+        meters = self._meters
+        chosen = self._scheduler.schedule(meters.prefill_tokens_per_s, *meters.decode_line_s)
         for sequence in self._scheduler.preempted:
             self._outputs.preempted(sequence)
         if not chosen:
@@ -228,9 +229,9 @@ class TorchEngine:
         segments = [item.sequence.segment(item.tokens) for item in chosen]
         run_step(self._runner, segments)
         now = self._clock()
-        self._meters.stepped(prefill_tokens, now - started)
-        self._meters.computed_prompt_tokens += prompt_tokens
-        self._meters.recomputed_tokens += recomputed
+        meters.stepped(prefill_tokens, now - started, len(chosen))
+        meters.computed_prompt_tokens += prompt_tokens
+        meters.recomputed_tokens += recomputed
         with self._loop.changed:
             for item, segment in zip(chosen, segments, strict=True):
                 self._outputs.process(item, segment, now)

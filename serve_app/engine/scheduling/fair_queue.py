@@ -1,6 +1,6 @@
 """The order in which tenants prefill: a ``TenantQueue`` with turns that are shorter for tenants with high recent use.
 
-Owns each tenant's use in recent steps, decodes included: they are never held back, but they lengthen every step.
+Owns each tenant's use in recent steps, decodes included: they lengthen every step.
 Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), counts generated tokens as service too.
 """
 
@@ -36,12 +36,12 @@ class FairQueue(TenantQueue[W]):
         self._awaited: Collection[str] = ()
 
     def coming(self, tenants: Collection[str], decodes: Mapping[str, int]) -> dict[str, int]:
-        """Return the tokens of each tenant's next turn, given the number of ``decodes`` in the next step.
+        """Return the tokens of each tenant's next turn if a new tenant comes, with that many ``decodes`` in the step.
 
         For a turn that has begun (at most one has), this is the rest of it.
         """
         used = self._recent(decodes)
-        mean = _mean(used)
+        mean = _mean(used, newcomer=True)
         return {
             tenant: max(0, self.credit.get(tenant, 0)) or self._quantum(used.get(tenant, 0.0), mean)
             for tenant in tenants
@@ -59,11 +59,15 @@ class FairQueue(TenantQueue[W]):
             self.join(tenant)
         self.lines = lines
         self._used = self._recent(decodes)
-        self._mean_used = _mean(self._used)
+        self._mean_used = _mean(self._used, newcomer=any(tenant not in self._used for tenant in lines))
 
     def is_heavy(self, tenant: str) -> bool:
         """Return whether a tenant's turns are short now because its recent use exceeds the mean."""
         return self._turn_tokens(tenant) < self.quantum_tokens
+
+    def next_turn(self, tenant: str) -> int:
+        """Return the tokens of a tenant's next turn, or the rest of the one that has begun."""
+        return max(0, self.credit.get(tenant, 0)) or self._turn_tokens(tenant)
 
     def charge(self, tenant: str, cost: int) -> None:
         """Take tokens from a tenant's credit."""
@@ -90,5 +94,6 @@ class FairQueue(TenantQueue[W]):
         return max(1, int(self.quantum_tokens * part))
 
 
-def _mean(used: Mapping[str, float]) -> float:
-    return sum(used.values()) / len(used) if used else 0.0
+def _mean(used: Mapping[str, float], *, newcomer: bool) -> float:
+    """Return the mean recent use; of one tenant alone half of its own, if a ``newcomer`` begins beside it."""
+    return sum(used.values()) / max(1 + newcomer, len(used))

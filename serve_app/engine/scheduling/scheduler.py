@@ -1,16 +1,17 @@
 """Choose the sequences that run in the next step, and their numbers of tokens.
 
-Owns the waiting queue. Decodes come first. Then prefill is fair between tenants (``fair_queue``); within a tenant the
-lowest ``order`` runs first, then the least uncached work, with aging. A sequence waits for its next missing block
-while another sequence computes it (``PendingBlocks``). A starting sequence gets a reservation, and when the pool is
+Owns the waiting queue. Decodes come first; those of heavy tenants, and those that yield, take turns if they would make
+others' answers slow. Then prefill is fair between tenants (``fair_queue``); within a tenant the lowest ``order`` runs
+first, then the least uncached work, with aging. A sequence waits for its next missing block while another sequence
+computes it (``PendingBlocks``). A starting sequence gets a reservation, and when the pool is
 exhausted a victim is preempted (``running_set``). Sequences that yield (``YIELDING_ORDER``) prefill with what the
 others' turns leave, and are preempted for a start. Mutates sequences and the prefix cache.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, ValuesView
+from collections.abc import Callable, Mapping, ValuesView
 from itertools import count
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -34,6 +35,12 @@ USUAL_TOKENS_PER_S = 20_000.0
 PREFILL_S = 0.1
 """Upper target for a step's prefill, because requests that arrive meanwhile wait for its end."""
 
+BESIDE_HEAVY_S = 0.025
+"""The same for a tenant that is heavy, because another one was here some steps ago and may come back."""
+
+HEAVY_DECODES_PART = 0.5
+"""Beside others' decodes, those of heavy tenants make a step longer by at most this part; with their prefill, twice."""
+
 YIELDING_PART = 32
 """Beside others' decodes, prefill that yields makes a step longer by at most this fraction (1/n)."""
 QUIET_STEPS = 500
@@ -50,6 +57,22 @@ Fetch = Callable[[SequenceState, list[int]], Fetched]
 def yields(sequence: SequenceState) -> bool:
     """Return whether a sequence waits for all tenants' others."""
     return sequence.request.order >= YIELDING_ORDER
+
+
+class StepPace(NamedTuple):
+    """What a step takes, as measured; 0.0 while unknown."""
+
+    prefill_tokens_per_s: float
+    decode_base_s: float
+    decode_each_s: float
+
+    def decodes_s(self, sequences: int) -> float:
+        """Return the seconds of a step in which so many sequences decode."""
+        return self.decode_base_s + self.decode_each_s * sequences
+
+    def tokens_in(self, seconds: float) -> float:
+        """Return the tokens that are prefilled meanwhile."""
+        return self.prefill_tokens_per_s * seconds
 
 
 class Scheduled(msgspec.Struct, frozen=True):
@@ -85,6 +108,7 @@ class Scheduler:
         self._slot_claim: str | None = None
         self._stopped: set[str] = set()
         self._numbers = count()
+        self._decode_turns = count(1)
         self._aging_tokens_per_s = AGING_SHARE * USUAL_TOKENS_PER_S
         self._touched = False
         self._quiet_steps = QUIET_STEPS
@@ -147,34 +171,33 @@ class Scheduler:
         if self._waiting.pop(sequence.request.request_id, None) is None:
             self._running.end(sequence)
 
-    def schedule(self, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> list[Scheduled]:
+    def schedule(
+        self, prefill_tokens_per_s: float = 0.0, decode_base_s: float = 0.0, decode_each_s: float = 0.0
+    ) -> list[Scheduled]:
         """Choose the next step and allocate blocks for each of its tokens. After a preemption no sequence starts.
 
-        The measured prefill rate and duration of a decode-only step, 0.0 while unknown, limit the prefill of the step.
+        The measured prefill rate and duration of a decode-only step (``decode_base_s`` and ``decode_each_s`` for each
+        of its sequences), 0.0 while unknown, limit the prefill of the step, and the decodes of heavy tenants.
         """
+        pace = StepPace(prefill_tokens_per_s, decode_base_s, decode_each_s)
         if prefill_tokens_per_s:
             self._aging_tokens_per_s = AGING_SHARE * prefill_tokens_per_s
         self.preempted = self._running.make_room() or self._make_way()
         self._waiting.update((sequence.request.request_id, sequence) for sequence in self.preempted)
         budget = self._settings.max_num_batched_tokens
-        chosen: list[Scheduled] = []
         prefilling: list[SequenceState] = []
+        decoding: list[SequenceState] = []
         for sequence in self.running:
-            if sequence.prefilling:
-                prefilling.append(sequence)
-            elif budget > 0:
-                chosen.append(Scheduled(sequence, 1))
-                budget -= 1
+            (prefilling if sequence.prefilling else decoding).append(sequence)
+        chosen = [Scheduled(sequence, 1) for sequence in self._in_turns(decoding, pace)[:budget]]
+        budget -= len(chosen)
         if budget > 0:
-            heavy_budget = budget
             if prefill_tokens_per_s:
                 budget = min(budget, max(LEAST_STEP_TOKENS, int(prefill_tokens_per_s * PREFILL_S)))
-                if chosen and decode_step_s:
-                    heavy_budget = max(QUANTUM_TOKENS, int(prefill_tokens_per_s * decode_step_s))
-                    most = prefill_tokens_per_s * (self._settings.max_itl_s - decode_step_s)
+                if chosen and pace.decodes_s(1):
+                    most = pace.tokens_in(self._settings.max_itl_s - pace.decodes_s(len(chosen)))
                     budget = int(min(budget, max(QUANTUM_TOKENS, most)))
-            gentle_budget = int(prefill_tokens_per_s * decode_step_s) or LEAST_STEP_TOKENS
-            self._schedule_prefill(budget, heavy_budget, gentle_budget, prefilling, chosen)
+            self._schedule_prefill(budget, pace, prefilling, chosen)
         return chosen
 
     def computed(self, item: Scheduled) -> None:
@@ -184,18 +207,62 @@ class Scheduler:
         sequence.publish(self._cache)
         self._running.resolve(sequence, sequence.computed)
 
-    def _schedule_prefill(
-        self,
-        budget: int,
-        heavy_budget: int,
-        gentle_budget: int,
-        prefilling: list[SequenceState],
-        chosen: list[Scheduled],
-    ) -> None:
-        """Hand out ``budget`` tokens in turns; each heavy tenant gets ``heavy_budget`` if others decode.
+    def _in_turns(self, decoding: list[SequenceState], pace: StepPace) -> list[SequenceState]:
+        """Return the sequences that decode in this step.
 
-        ``gentle_budget``: the tokens of as much time as a step of decodes.
+        Those of heavy tenants, and those that yield, are as many as may make others' steps longer. They take turns,
+        among tenants and within each.
         """
+        if pace.decode_each_s <= 0.0:
+            return decoding
+        heavy = {tenant for tenant in {s.request.tenant for s in decoding} if self.fair_queue.is_heavy(tenant)}
+        behind = [sequence for sequence in decoding if yields(sequence) or sequence.request.tenant in heavy]
+        first = len(decoding) - len(behind)
+        room = max(1, int(min(len(behind), HEAVY_DECODES_PART * pace.decodes_s(first) / pace.decode_each_s)))
+        if not first or len(behind) <= room:
+            return decoding
+        behind.sort(key=lambda sequence: sequence.decode_turn)
+        places: Counter[str] = Counter()
+        turns: list[tuple[int, int, SequenceState]] = []
+        for number, sequence in enumerate(behind):
+            turns.append((places[sequence.request.tenant], number, sequence))
+            places[sequence.request.tenant] += 1
+        turns.sort()
+        for _, _, sequence in turns[:room]:
+            sequence.decode_turn = next(self._decode_turns)
+        waiting = {id(sequence) for _, _, sequence in turns[room:]}
+        return [sequence for sequence in decoding if id(sequence) not in waiting]
+
+    def _heavy_budgets(
+        self, pace: StepPace, lines: Mapping[str, deque[SequenceState]], decodes: Counter[str]
+    ) -> dict[str, int]:
+        """Return the most tokens of each heavy tenant among those with prefill.
+
+        Beside others they have as much time as those take for their decodes, less what their own decodes take, and a
+        turn at least. If others have nothing to do, somebody may come and wait for the end of the step.
+        """
+        if not pace.prefill_tokens_per_s or not pace.decodes_s(1):
+            return {}
+        heavy = [tenant for tenant in lines if self.fair_queue.is_heavy(tenant)]
+        starts = len(self.running) < self._settings.max_num_seqs
+        able = [line[0] for line in lines.values() if line[0].blocks or (starts and line[0] is not self._denied)]
+        light = any(not self.fair_queue.is_heavy(sequence.request.tenant) for sequence in able)
+        budgets = {}
+        for tenant in heavy:
+            others = decodes.total() - decodes[tenant]
+            if others or light:
+                others_s = pace.decodes_s(max(1, others))
+                left_s = max(others_s / 2, others_s - pace.decode_each_s * decodes[tenant])
+                tokens = int(pace.tokens_in(left_s)) // len(heavy)
+                budgets[tenant] = max(self.fair_queue.next_turn(tenant), tokens)
+            else:
+                budgets[tenant] = max(QUANTUM_TOKENS, int(pace.tokens_in(BESIDE_HEAVY_S)))
+        return budgets
+
+    def _schedule_prefill(
+        self, budget: int, pace: StepPace, prefilling: list[SequenceState], chosen: list[Scheduled]
+    ) -> None:
+        """Hand out ``budget`` tokens in turns; heavy tenants and sequences that yield get less beside others."""
         if not prefilling and len(self.running) >= self._settings.max_num_seqs:
             return
         candidates = self.ready()
@@ -209,20 +276,19 @@ class Scheduler:
         lines = {tenant: self._in_order(line) for tenant, line in lines.items()}
         decodes = Counter(item.sequence.request.tenant for item in chosen)
         self.fair_queue.begin(lines, decodes, self.pending.awaited_tenants())
+        left = self._heavy_budgets(pace, lines, decodes)
         self._stopped.clear()
         self._touched = False
         self._denied = None
         if self._claim not in candidates:
             self._claim = None
         plan: dict[SequenceState, Scheduled] = {}
-        decoding = decodes.total()
-        heavy = (tenant for tenant in lines if decoding > decodes[tenant] and self.fair_queue.is_heavy(tenant))
-        left = dict.fromkeys(heavy, heavy_budget)
         self.fair_queue.hand_out(budget, lambda _, line, most: self._serve(line, most, plan), left)
         self._quiet_steps += 1
         if plan or any(not yields(item.sequence) for item in chosen):
             self._quiet_steps = 0
         if yielding:
+            gentle_budget = int(pace.tokens_in(pace.decodes_s(len(chosen)))) or LEAST_STEP_TOKENS
             budget -= sum(item.tokens for item in plan.values())
             if not self._quiet_steps:
                 budget = min(budget, max(1, gentle_budget // YIELDING_PART))

@@ -67,6 +67,7 @@ class SequenceState:
     reserved_blocks: int = 0
     beyond_reservation: bool = False
     held_blocks_hint: int = 0
+    decode_turn: int = 0
     scheduled_s: float | None = None
     first_token_s: float | None = None
     turn_s: float = field(init=False)

@@ -60,9 +60,9 @@ class Bench:
         self.scheduler.add(sequence)
         return sequence
 
-    def schedule(self, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> list[Scheduled]:
-        """Choose a step, compute it and settle it."""
-        chosen = self.scheduler.schedule(prefill_tokens_per_s, decode_step_s)
+    def schedule(self, *pace: float) -> list[Scheduled]:
+        """Choose a step, compute it and settle it. ``pace``: of ``Scheduler.schedule``."""
+        chosen = self.scheduler.schedule(*pace)
         for item in chosen:
             if item.admitted:
                 self.started_s[item.sequence.request.request_id] = self.now_s
@@ -75,9 +75,9 @@ class Bench:
                 self.scheduler.remove(item.sequence)
         return chosen
 
-    def step(self, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> list[tuple[str, int]]:
+    def step(self, *pace: float) -> list[tuple[str, int]]:
         """Run a step and check every law; return (request, tokens) in order."""
-        chosen = self.schedule(prefill_tokens_per_s, decode_step_s)
+        chosen = self.schedule(*pace)
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             assert_laws(sequence, 16)
         pool = self.cache.pool
