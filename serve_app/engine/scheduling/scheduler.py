@@ -9,7 +9,7 @@ others' turns leave, and are preempted for a start. Mutates sequences and the pr
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, ValuesView
+from collections.abc import Callable, Iterable, Mapping, ValuesView
 from itertools import count
 from typing import Literal, NamedTuple
 
@@ -189,7 +189,8 @@ class Scheduler:
         decoding: list[SequenceState] = []
         for sequence in self.running:
             (prefilling if sequence.prefilling else decoding).append(sequence)
-        chosen = [Scheduled(sequence, 1) for sequence in self._in_turns(decoding, pace)[:budget]]
+        decoding = self._in_turns(decoding, prefilling, pace)
+        chosen = [Scheduled(sequence, 1) for sequence in decoding[:budget]]
         budget -= len(chosen)
         if budget > 0:
             if prefill_tokens_per_s:
@@ -207,17 +208,21 @@ class Scheduler:
         sequence.publish(self._cache)
         self._running.resolve(sequence, sequence.computed)
 
-    def _in_turns(self, decoding: list[SequenceState], pace: StepPace) -> list[SequenceState]:
+    def _in_turns(
+        self, decoding: list[SequenceState], prefilling: list[SequenceState], pace: StepPace
+    ) -> list[SequenceState]:
         """Return the sequences that decode in this step.
 
-        Those of heavy tenants, and those that yield, are as many as may make others' steps longer. They take turns,
-        among tenants and within each.
+        Beside others' work, those of heavy tenants and those that yield are as many as may make steps longer. They
+        take turns, among tenants and within each.
         """
         if pace.decode_each_s <= 0.0:
             return decoding
         heavy = {tenant for tenant in {s.request.tenant for s in decoding} if self.fair_queue.is_heavy(tenant)}
         behind = [sequence for sequence in decoding if yields(sequence) or sequence.request.tenant in heavy]
         first = len(decoding) - len(behind)
+        if behind and not first:
+            first = int(self._light_prefill([*prefilling, *self.ready()]))
         room = max(1, int(min(len(behind), HEAVY_DECODES_PART * pace.decodes_s(first) / pace.decode_each_s)))
         if not first or len(behind) <= room:
             return decoding
@@ -233,6 +238,12 @@ class Scheduler:
         waiting = {id(sequence) for _, _, sequence in turns[room:]}
         return [sequence for sequence in decoding if id(sequence) not in waiting]
 
+    def _light_prefill(self, candidates: Iterable[SequenceState]) -> bool:
+        """Return whether one of these prefills for whom others make way: it has begun, or may start."""
+        starts = len(self.running) < self._settings.max_num_seqs
+        able = (sequence for sequence in candidates if sequence.blocks or (starts and sequence is not self._denied))
+        return any(not yields(one) and not self.fair_queue.is_heavy(one.request.tenant) for one in able)
+
     def _heavy_budgets(
         self, pace: StepPace, lines: Mapping[str, deque[SequenceState]], decodes: Counter[str]
     ) -> dict[str, int]:
@@ -244,9 +255,7 @@ class Scheduler:
         if not pace.prefill_tokens_per_s or not pace.decodes_s(1):
             return {}
         heavy = [tenant for tenant in lines if self.fair_queue.is_heavy(tenant)]
-        starts = len(self.running) < self._settings.max_num_seqs
-        able = [line[0] for line in lines.values() if line[0].blocks or (starts and line[0] is not self._denied)]
-        light = any(not self.fair_queue.is_heavy(sequence.request.tenant) for sequence in able)
+        light = self._light_prefill(line[0] for line in lines.values())
         budgets = {}
         for tenant in heavy:
             others = decodes.total() - decodes[tenant]
