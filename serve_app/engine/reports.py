@@ -28,7 +28,7 @@ _DECODE_WEIGHT = 0.1
 _LINE_WEIGHT = 0.01
 
 
-class Line:
+class FittedLine:
     """The line nearest to points above 0, ``base`` + ``each`` * x. ``weight``: the newest point's part of it."""
 
     def __init__(self, weight: float) -> None:
@@ -75,7 +75,7 @@ class EngineMeters:
         self._preemptions: Counter[str] = Counter()
         self._prefill = Rate()
         self._decode_s = Mean(_DECODE_WEIGHT)
-        self._decode_line = Line(_LINE_WEIGHT)
+        self._decode_line = FittedLine(_LINE_WEIGHT)
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -73,6 +73,10 @@ FROM_ZERO_TOKENS = 64
 """The same where requests wait for a first replica: they would wait longer for a long one than it saves them."""
 
 
+BEHIND_INGRESSES = 4
+"""Niceness above Ray's other workers, of a replica that computes on processors: who answers comes before."""
+
+
 class Replica:
     """One engine, its prefix cache and its feed, as a Ray Serve replica."""
 
@@ -82,6 +86,8 @@ class Replica:
 
         log_at_once()
         forget_secret()  # Ray's processes inherit the node's; replicas get the keys of scopes with each request
+        if not ray.get_gpu_ids():
+            os.nice(BEHIND_INGRESSES)
         self._ending = AsyncExitStack()
         self._live = await LiveSettings.start(config)
         self._version = zlib.crc32(msgspec.json.encode(config, order="deterministic"))

@@ -1,13 +1,15 @@
-"""Killing the holder during a pull costs time, and nothing else."""
+"""Killing the holder during a pull costs time, and nothing else; replicas leave the processor to ingresses."""
 
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from benchmarks.common.prompts import text_of
 from serve_app.checkpoints.sources import resolve_model
+from serve_app.replica.replica import BEHIND_INGRESSES
 from tests.integration.conftest import eventually, metric, wait_for_replicas
 from tests.integration.demo.conftest import Served
 
@@ -65,3 +67,18 @@ def test_a_killed_holder_costs_time_only(served: Served) -> None:
     computed = served.chat("acme", system, question(len(pending) - 1), cache_salt="alone")
     assert computed[2] == answers[-1][2]
     wait_for_replicas(served.url, 2, [holder], operator)
+
+
+def test_replicas_without_a_gpu_come_behind_ingresses(served: Served) -> None:
+    """Where both want the same processor, who answers comes before who computes, so /health waits for no prompt."""
+    replicas = [psutil.Process(int(replica["pid"])) for replica in served.replicas().values()]
+    parent = replicas[0].parent()
+    assert parent is not None
+    ingresses = [worker for worker in parent.children() if "Ingress" in " ".join(worker.cmdline())]
+    (niceness,) = set(map(nicest_thread, ingresses))
+    assert set(map(nicest_thread, replicas)) == {min(19, niceness + BEHIND_INGRESSES)}
+
+
+def nicest_thread(process: psutil.Process) -> int:
+    """Return the niceness of the threads that work; Ray's own keep a lower one."""
+    return max(os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads())
