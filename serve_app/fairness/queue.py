@@ -304,7 +304,7 @@ class WaitingLine:
 
 
 class LoopTurns:
-    """Turns of tenants to begin a request, or a call of a replica, in the event loop: one in each of its rounds.
+    """Turns of tenants to begin a request, one of its prompts or a call of a replica: one a round of the event loop.
 
     Each takes a millisecond or more there. A hundred requests that begin at once, with sixteen answers each, would be
     seconds in which everything else waits for its next round.

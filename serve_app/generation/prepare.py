@@ -5,7 +5,6 @@ Ids, keys, sampling values, length checks.
 ``ScopeKeys`` has the keys of a prompt's KV and of its placement; the secret stays in it.
 """
 
-import asyncio
 import hashlib
 import math
 import secrets
@@ -302,7 +301,7 @@ class Preparer:
                 self._check_size(request, 0, at_least_tokens=len(prompt))
                 encoded = self.tokenizer.encode_ids(prompt, root, public_root)
             yield self._truncated(request, keys, encoded, "")
-            await asyncio.sleep(0)  # many long prompts, even all cached, must not block the loop
+            await self.workers.loop.turn(tenant)  # many prompts, even all cached, must not block the loop
 
     async def _encode_chat(self, request: ChatRequest, keys: Keys, tenant: str) -> tuple[EncodedPrompt, str]:
         rendered = await self.formatted(request, tenant)

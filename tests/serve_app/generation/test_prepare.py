@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -393,3 +394,39 @@ def test_prompts_that_become_public_are_shared_from_then_on(demo_model_path: Pat
     preparer.prompts_changed()
     after = [ask(preparer, tenant, ("system", RULES), ("user", LONG)) for tenant in (ACME, ZETA)]
     assert shared_blocks(*after) == after[0].scope.public_blocks >= 2
+
+
+def test_a_round_of_the_loop_prepares_one_prompt_and_each_tenant_has_turns(
+    preparer: Preparer, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four requests with 64 prompts each are seldom more than one prompt in a round; another tenant's does not wait."""
+    now, rounds = 0, list[int]()
+    encode = type(tokenizer).encode_async
+
+    async def counted(*arguments: Any, **named: Any) -> Any:
+        rounds.append(now)
+        return await encode(*arguments, **named)
+
+    async def run() -> int:
+        nonlocal now
+        many = CompletionRequest(model="demo", prompts=tuple(f"{number} is due" for number in range(64)))
+        flood = [asyncio.create_task(preparer.prepare(many, Tenant("flood"), f"{at}")) for at in range(4)]
+        while len(rounds) < 40:
+            await asyncio.sleep(0)
+            now += 1
+        one = CompletionRequest(model="demo", prompts=("What is due?", "And when?", "Who pays?"))
+        other, began = asyncio.create_task(preparer.prepare(one, Tenant("other"), "one")), now
+        while not other.done():
+            await asyncio.sleep(0)
+            now += 1
+        took = now - began
+        while not all(task.done() for task in flood):
+            await asyncio.sleep(0)
+            now += 1
+        return took
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokenizer), "encode_async", counted)
+        assert asyncio.run(run()) <= 12
+    assert len(rounds) == 4 * 64 + 3
+    assert max(Counter(rounds[4:]).values()) <= 2
