@@ -121,6 +121,7 @@ MAX_ID_CHARS = 1024
 
 _LARGE_BYTES = 64 << 10
 _MOST_FIELDS = 1 << 14
+_MOST_VALUES = 1 << 14
 """Of a body itself. Their names are decoded in one call of a library, in which all other threads wait."""
 _NULL = msgspec.Raw(b"null")
 _skim = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -181,7 +182,7 @@ class JsonBody(BaseModel):
 
     ``refused``: unsupported fields of the outermost object that would change the answer.
     ``instead``: the supported replacement of a refused field.
-    ``bounded``: the highest number of values, nested ones included, in fields that a client could make very large.
+    ``bounded``: the highest number of values, nested ones included, in fields that may hold many; others hold fewer.
     ``nullable``: fields in which null has a meaning; absent fields are not in ``model_fields_set``.
     ``without_effect``: known fields that are accepted and change nothing; the reference page lists them.
     """
@@ -262,11 +263,12 @@ class JsonBody(BaseModel):
         if raw.count(b":") > _MOST_FIELDS and _count_fields(raw) > _MOST_FIELDS:
             raise InvalidRequest(f"The body holds over {_MOST_FIELDS} fields; send fewer.")
         fields = _skim(raw)
-        known = cls.model_fields  # pydantic computes it
-        for name, most in cls.bounded.items():
-            if name in fields and _count_values(bytes(fields[name])) > most:
+        known = {*cls.model_fields, *cls.refused}
+        for name in known & fields.keys():
+            most, field = cls.bounded.get(name, _MOST_VALUES), fields[name]
+            if len(bytes(field)) > most and _count_values(bytes(field)) > most:
                 raise InvalidRequest(f"{name} holds over {most} values; send fewer, in several requests.", param=name)
-        found = {n: msgspec.json.decode(raw) for n, raw in fields.items() if n in known or n in cls.refused}
+        found = {n: msgspec.json.decode(raw) for n, raw in fields.items() if n in known}
         ignored = (n for n, raw in fields.items() if n not in found and n not in cls.without_effect and raw != _NULL)
         return found | dict.fromkeys(islice(ignored, MAX_TOLD), 0)
 

@@ -5,10 +5,10 @@ Source: the input format and the examples' outputs of TensorRT Edge-LLM.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from pydantic import Field
@@ -26,6 +26,8 @@ _CHAT = "/v1/chat/completions"
 
 class _File(JsonBody):
     """The outermost object. Its sampling values are checked with each request, as the chat API checks them."""
+
+    bounded: ClassVar[Mapping[str, int]] = {"requests": 1 << 26}
 
     requests: Annotated[
         list[Annotated[dict[str, Any], Must("an object with messages")]],

@@ -307,13 +307,16 @@ class Edit:
         raise NotFound(f"There is no key {name[:64]!r}; GET /v1/admin/keys lists them.", param="key")
 
     def _set(self, name: str, fields: Mapping[str, Any], action: str) -> None:
+        large = f"A tenant's fields have at most {MAX_FIELDS_BYTES} bytes as JSON; shorten `models`."
+        if len(msgspec.json.encode(fields)) > MAX_FIELDS_BYTES:  # before each of a million values is checked
+            raise InvalidRequest(large)
         _checked(name, fields)
         if not self.declared.priced and ((fields.get("budget") or {}).get("money") is not None):
             raise InvalidRequest("A budget in money needs `prices` in the settings.", param="budget")
         stored = self.document.tenants[name]
         after = {**stored.fields, **fields}
         if len(msgspec.json.encode(after)) > MAX_FIELDS_BYTES:
-            raise InvalidRequest(f"A tenant's fields have at most {MAX_FIELDS_BYTES} bytes as JSON; shorten `models`.")
+            raise InvalidRequest(large)
         self._note(action, name, changes={one: [stored.fields.get(one), value] for one, value in fields.items()})
         self.document.tenants[name] = msgspec.structs.replace(stored, fields=after)
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, S
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from pydantic import Field
@@ -91,6 +91,8 @@ def _of_report(samples: Sequence[Sample], block_size: int) -> dict[str, Any]:
 
 class ExplainBody(JsonBody):
     """The body of ``POST /v1/cache/explain``: the fields of a chat, a completion or a response, and these."""
+
+    bounded: ClassVar[Mapping[str, int]] = {"messages": 1 << 17, "prompt": 1 << 20, "input": 1 << 17}
 
     tenant: Text64 = Field(None, description="the tenant of the request; needed if there are several")
     policy: Text64 = Field(None, description="default: all policies, the acting one first")

@@ -28,7 +28,7 @@ from serve_app.ingress.http import WARNING, body_parts, json_response, read_body
 from serve_app.ingress.models import BODIES
 from serve_app.ingress.multipart import read_form
 from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, speaks_anthropic, takes
-from serve_app.ingress.services import Services
+from serve_app.ingress.services import OPERATOR_BODY_BYTES, Services
 
 router = APIRouter(tags=["batches"])
 
@@ -139,7 +139,7 @@ async def create_batch(request: Request, services: Front) -> Response:
     """Answer an uploaded file's requests, when nothing else waits; the results are files."""
     desk, tenant = _desk(request, services)
     with services.completions.arrive(services.access.guard.tenant(request)) as arrival:
-        raw = await read_body(request, services.config.max_body_bytes, arrival.grow)
+        raw = await read_body(request, min(OPERATOR_BODY_BYTES, services.config.max_body_bytes), arrival.grow)
         body = BatchBody.parse(raw)
         try:
             source = await desk.files.get(tenant, body.input_file_id)

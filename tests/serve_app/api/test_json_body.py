@@ -81,6 +81,15 @@ def test_a_body_has_a_bound_of_fields() -> None:
     assert [field.name for field in kept.unknown] == ["unknown"]
 
 
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "stop", "modalities"])
+def test_each_field_has_a_bound_of_values(name: str) -> None:
+    """Also those for which nobody thought of one."""
+    many = ",".join(f'"k{number}": 0' for number in range(20_000))
+    with pytest.raises(InvalidRequest, match=rf"{name} holds over 16384 values; send fewer") as caught:
+        ChatBody.parse(f'{{"model": "demo", "messages": [], "{name}": {{{many}}}}}'.encode())
+    assert caught.value.param == name
+
+
 @settings(max_examples=200)
 @given(fields=st.dictionaries(st.sampled_from([*ChatBody.model_fields, "echo", "logprobs", "x"]), VALUES, max_size=6))
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody])

@@ -65,8 +65,13 @@ def _list(item: bytes, size: int) -> bytes:
 
 
 def _keys(size: int, inner: bytes = b"1") -> bytes:
-    most = max(1, size // (12 + len(inner)))
-    return b"{" + b",".join(b'"k%d":%b' % (number, inner) for number in range(most)) + b"}"
+    most, begin = max(1, size // (12 + len(inner))), next(_number)  # see ``text``
+    return b"{" + b",".join(b'"k%d_%d":%b' % (begin, number, inner) for number in range(most)) + b"}"
+
+
+def _texts(size: int, _: Any) -> bytes:
+    begin = next(_number)  # see ``text``
+    return b"[" + b",".join(b'"t%d_%d"' % (begin, number) for number in range(max(1, size // 12))) + b"]"
 
 
 def _copies(size: int, value: Any) -> bytes | None:
@@ -159,7 +164,7 @@ STRUCTURES: dict[str, Shape] = {
     "the value in lists": _wrapped,
     "many numbers": lambda size, _: _list(b"1", size),
     "many texts": lambda size, _: _list(b'"abcdefg"', size),
-    "many different texts": lambda size, _: b"[" + b",".join(b'"t%d"' % n for n in range(max(1, size // 9))) + b"]",
+    "many different texts": _texts,
     "many lists": lambda size, _: _list(b"[1]", size),
     "many empty objects": lambda size, _: _list(b"{}", size),
     "many keys": lambda size, _: _keys(size),
