@@ -87,7 +87,7 @@ test-templates: $(STAMP)  ## run the laws of conversations over real chat templa
 		--disable-pip-version-check --no-deps -d $(TEMPLATES) xinference==4.1.0
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/templates -n 2 -rs $(ARGS)
 
-test-laboratory: $(STAMP)  ## grow every field of every door, in every shape, up to the largest body (half an hour)
+test-laboratory: $(STAMP)  ## grow every field of every door, in every shape, up to the largest body (some hours)
 	WARMPATH_WHOLE_LABORATORY=1 $(PYTEST) -m long tests/serve_app/ingress/laboratory $(ARGS)
 
 test-clients: $(STAMP)  ## run client packages' loops of tool calls, with packages of 1.5 GB in uv's cache (minutes)

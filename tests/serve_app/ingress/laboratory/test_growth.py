@@ -26,7 +26,7 @@ from tests.serve_app.ingress.laboratory.watch import wrong_with
 from tests.serve_app.tool_templates.families import family
 
 PARTS = 16
-"""Each takes a minute or two of a slow core."""
+"""Each takes ten minutes or more."""
 QUICK_BYTES, MOST_BYTES, BODY_BYTES = 32 << 10, 256 << 10, 8 << 20
 
 
@@ -100,7 +100,7 @@ def test_a_field_grows_no_faster_than_its_size(model: Path, tmp_path: Path) -> N
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
-    "WARMPATH_WHOLE_LABORATORY" not in os.environ, reason="half an hour of a slow core; make test-laboratory"
+    "WARMPATH_WHOLE_LABORATORY" not in os.environ, reason="hours; make test-laboratory"
 )
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_field_in_every_shape(part: int, model: Path, tmp_path: Path) -> None:
