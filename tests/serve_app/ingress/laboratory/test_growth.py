@@ -99,9 +99,7 @@ def test_a_field_grows_no_faster_than_its_size(model: Path, tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(
-    "WARMPATH_WHOLE_LABORATORY" not in os.environ, reason="hours; make test-laboratory"
-)
+@pytest.mark.skipif("WARMPATH_WHOLE_LABORATORY" not in os.environ, reason="hours; make test-laboratory")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_field_in_every_shape(part: int, model: Path, tmp_path: Path) -> None:
     """Fields of our own bodies in all shapes, those of the clients' packages in a few."""
