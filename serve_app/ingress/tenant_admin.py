@@ -13,7 +13,16 @@ from serve_app.api.request import require_none
 from serve_app.config.tenants import ApiKeyConfig, TenantConfig
 from serve_app.errors import InvalidRequest, NotFound
 from serve_app.ingress.broadcast import Broadcast
-from serve_app.tenancy.records import FIELDS, MAX_LABEL_CHARS, Edit, StoredKey, TenancyChange, key_id, shown_time
+from serve_app.tenancy.records import (
+    FIELDS,
+    MAX_FIELDS_BYTES,
+    MAX_LABEL_CHARS,
+    Edit,
+    StoredKey,
+    TenancyChange,
+    key_id,
+    shown_time,
+)
 from serve_app.tenancy.registry import TenantRegistry
 from serve_app.tenants import make_api_key, name_of
 
@@ -228,8 +237,13 @@ class TenantAdmin:
         }
 
 
+_MOST_BODY_BYTES = 2 * MAX_FIELDS_BYTES
+
+
 def _fields(raw: bytes) -> dict[str, Any]:
     """Return the fields of a tenant's body; null stays, for no limit. Raises InvalidRequest."""
+    if len(raw) > _MOST_BODY_BYTES:  # each value of a million would be checked
+        raise InvalidRequest(f"A tenant's body has at most {_MOST_BODY_BYTES} bytes; shorten `models`.")
     try:
         value = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:

@@ -14,6 +14,10 @@ MAX_NAMES = 10_000
 """The names that are known at once; of more, those that changed first go, and unknown names then begin above them."""
 
 
+_ENDED_S = -1.0
+"""Instead of the time at which a tenant was added: it was removed."""
+
+
 class Life(msgspec.Struct, omit_defaults=True, frozen=True):
     """The last life of a name. ``added_s``: when its tenant was added, None: it is of the settings.
 
@@ -53,6 +57,11 @@ class Lives(msgspec.Struct, omit_defaults=True):
             number = self.first
         self._put(name, Life(number, added_s))
         return number
+
+    def end(self, name: str) -> None:
+        """The tenant is removed: one of its name that is added at the same moment is another one."""
+        if (life := self.names.get(name)) is not None:
+            self._put(name, Life(life.number, _ENDED_S))
 
     def keep(self, name: str, number: int, added_s: float | None) -> None:
         """There is this tenant."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve_app.config.tenants import TenantConfig
@@ -205,6 +205,9 @@ STEPS = st.tuples(
 
 
 @given(settings_of(), settings_of(), st.lists(STEPS, max_size=25))
+@example(  # at one moment
+    Settings(), Settings(), [("add", "acme", "k0", None), ("remove", "acme", "k0", None), ("add", "acme", "k0", None)]
+)
 def test_settings_and_database_join_as_their_history_says(before: Settings, after: Settings, steps: Any) -> None:
     """Steps of operators among changes of settings: who gets in by each key at each time, and each tenant's limit."""
     oracle, document, lives = Oracle(), Tenancy(), Lives()
