@@ -121,8 +121,9 @@ MAX_ID_CHARS = 1024
 
 _LARGE_BYTES = 64 << 10
 _MOST_FIELDS = 1 << 14
-_MOST_VALUES = 1 << 14
 """Of a body itself. Their names are decoded in one call of a library, in which all other threads wait."""
+_MOST_VALUES = 1 << 14
+"""In a field that is not ``bounded`` otherwise."""
 _NULL = msgspec.Raw(b"null")
 _skim = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -264,9 +265,9 @@ class JsonBody(BaseModel):
             raise InvalidRequest(f"The body holds over {_MOST_FIELDS} fields; send fewer.")
         fields = _skim(raw)
         known = {*cls.model_fields, *cls.refused}
-        for name in known & fields.keys():
-            most, field = cls.bounded.get(name, _MOST_VALUES), fields[name]
-            if len(bytes(field)) > most and _count_values(bytes(field)) > most:
+        for name, field in fields.items():
+            most, text = cls.bounded.get(name, _MOST_VALUES), memoryview(field)
+            if name in known and len(text) > most and _count_values(bytes(text)) > most:
                 raise InvalidRequest(f"{name} holds over {most} values; send fewer, in several requests.", param=name)
         found = {n: msgspec.json.decode(raw) for n, raw in fields.items() if n in known}
         ignored = (n for n, raw in fields.items() if n not in found and n not in cls.without_effect and raw != _NULL)

@@ -266,8 +266,7 @@ class Completions:
         if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
             unread = self.tokenizer.template.unread(wanted.chat_template_kwargs)
             more = unknown_fields((f"chat_template_kwargs.{name}" for name in unread), ())
-            read = self.tokenizer.template.read(wanted.chat_template_kwargs)
-            wanted = replace(wanted, unknown=(*wanted.unknown, *more), chat_template_kwargs=read)
+            wanted = replace(wanted, unknown=(*wanted.unknown, *more))
         if isinstance(wanted, ChatRequest) and wanted.thinking.get("thinking") and not self.readers.thinks:
             wanted = replace(wanted, unknown=(*wanted.unknown, UnknownField("thinking")))
         if self.config.strict:

@@ -72,7 +72,6 @@ WARM_UP_TOKENS = 1024
 FROM_ZERO_TOKENS = 64
 """The same where requests wait for a first replica: they would wait longer for a long one than it saves them."""
 
-
 BEHIND_INGRESSES = 4
 """Niceness above Ray's other workers, of a replica that computes on processors: who answers comes before."""
 
@@ -86,10 +85,10 @@ class Replica:
 
         log_at_once()
         forget_secret()  # Ray's processes inherit the node's; replicas get the keys of scopes with each request
-        if not ray.get_gpu_ids():
-            os.nice(BEHIND_INGRESSES)
         self._ending = AsyncExitStack()
         self._live = await LiveSettings.start(config)
+        if not ray.get_gpu_ids() and not self._config.engine_traits.external:
+            os.nice(BEHIND_INGRESSES)
         self._version = zlib.crc32(msgspec.json.encode(config, order="deterministic"))
         self._loop = asyncio.get_running_loop()
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id

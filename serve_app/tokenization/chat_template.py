@@ -34,7 +34,6 @@ class ChatTemplate:
         self._reserved = frozenset((*parameters, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
         # Computed once, because templates have many thousand characters.
         self._words = frozenset(_WORD.findall(self.source))
-        self._known = self._words | self._reserved
         self._as_is = as_is
         self.repairs = Repairs(lambda messages, tools: self._apply(messages, True, {}, tools), () if as_is else PROBES)
 
@@ -109,10 +108,6 @@ class ChatTemplate:
             return self._apply(mended.messages, False, kwargs, mended.tools)
         except InvalidRequest:
             return "\ue002"
-
-    def read(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the variables that occur in the template, or that it refuses."""
-        return {name: kwargs[name] for name in self._known if name in kwargs}
 
     def unread(self, names: Iterable[str]) -> Iterator[str]:
         """Yield the variable names that do not occur in the template, and therefore have no effect."""

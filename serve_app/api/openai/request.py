@@ -396,7 +396,9 @@ class GenerationBody(SamplingBody):
 class ChatBody(GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
-    bounded: ClassVar[Mapping[str, int]] = {"messages": 1 << 17, "tools": MAX_TOOL_VALUES, **BOUNDED}
+    bounded: ClassVar[Mapping[str, int]] = {
+        "messages": 1 << 17, "tools": MAX_TOOL_VALUES, "chat_template_kwargs": 1 << 12, **BOUNDED
+    }  # fmt: skip
     instead: ClassVar[Mapping[str, str]] = {"functions": "tools", "function_call": "tool_choice", **INSTEAD}
     refused: ClassVar[Refused] = {
         **REFUSED,

@@ -81,11 +81,11 @@ def test_a_body_has_a_bound_of_fields() -> None:
     assert [field.name for field in kept.unknown] == ["unknown"]
 
 
-@pytest.mark.parametrize("name", ["chat_template_kwargs", "stop", "modalities"])
-def test_each_field_has_a_bound_of_values(name: str) -> None:
+@pytest.mark.parametrize(("name", "most"), [("chat_template_kwargs", 4096), ("stop", 16384), ("modalities", 16384)])
+def test_each_field_has_a_bound_of_values(name: str, most: int) -> None:
     """Also those for which nobody thought of one."""
     many = ",".join(f'"k{number}": 0' for number in range(20_000))
-    with pytest.raises(InvalidRequest, match=rf"{name} holds over 16384 values; send fewer") as caught:
+    with pytest.raises(InvalidRequest, match=f"{name} holds over {most} values; send fewer") as caught:
         ChatBody.parse(f'{{"model": "demo", "messages": [], "{name}": {{{many}}}}}'.encode())
     assert caught.value.param == name
 

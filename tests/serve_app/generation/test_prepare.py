@@ -396,10 +396,10 @@ def test_prompts_that_become_public_are_shared_from_then_on(demo_model_path: Pat
     assert shared_blocks(*after) == after[0].scope.public_blocks >= 2
 
 
-def test_a_round_of_the_loop_prepares_one_prompt_and_each_tenant_has_turns(
+def test_a_round_of_the_loop_prepares_few_prompts_and_each_tenant_has_turns(
     preparer: Preparer, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four requests with 64 prompts each are seldom more than one prompt in a round; another tenant's does not wait."""
+    """Of four requests with 64 prompts each, at most two begin in a round; another tenant's prompts come in between."""
     now, rounds = 0, list[int]()
     encode = type(tokenizer).encode_async
 
