@@ -24,7 +24,7 @@ from router.protocol.samples import Sample
 from serve_app.config.tenants import BudgetConfig, PriceConfig, TenantConfig
 from serve_app.errors import BudgetSpent, LimitReason, Overloaded, RateLimited, WarmpathError
 from serve_app.fairness.rate_limits import Allowance
-from serve_app.stored import StoredObjects
+from serve_app.stored.objects import StoredObjects
 from serve_app.usage import Counts, UsageKey, cost_of, most_cost
 
 logger = logging.getLogger(__name__)

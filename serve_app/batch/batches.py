@@ -15,7 +15,7 @@ import msgspec
 from serve_app.batch.files import CONTENT, FILE, Content, File, Files, newest_first
 from serve_app.batch.files import new_id as new_id
 from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge, ResponseDamaged, StoredByNewerRelease
-from serve_app.stored import StoredObjects, decoded
+from serve_app.stored.objects import StoredObjects, decoded
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge, WarmpathError
-from serve_app.stored import StoredObjects
+from serve_app.stored.objects import StoredObjects
 
 logger = logging.getLogger(__name__)
 

@@ -68,15 +68,10 @@ from serve_app.prompts.registry import Prompts, PromptTraffic
 from serve_app.ray_compat import on_head_node
 from serve_app.replica.token_channel import TokenReceiver
 from serve_app.sessions import SessionLimit
-from serve_app.stored import (
-    URL_VARIABLE,
-    Database,
-    StorageLimits,
-    StoredObjects,
-    StoredResponses,
-    StoreError,
-    open_database,
-)
+from serve_app.stored.database import Database, StorageLimits, StoreError
+from serve_app.stored.objects import StoredObjects
+from serve_app.stored.responses import StoredResponses
+from serve_app.stored.url import URL_VARIABLE, open_database
 from serve_app.tenancy.registry import TenantRegistry
 from serve_app.tenancy.weights import post_weights
 from serve_app.tenants import Tenants, load_secret, own_state_dir

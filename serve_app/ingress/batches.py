@@ -14,7 +14,7 @@ from serve_app.batch.order import LANES
 from serve_app.batch.worker import BatchWorker, Said
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.ingress.http import WARNING
-from serve_app.stored import StoredObjects
+from serve_app.stored.objects import StoredObjects
 from serve_app.tenants import Tenant
 
 BUSY = (429, 503, 529)

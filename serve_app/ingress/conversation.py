@@ -10,7 +10,7 @@ from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.api.openai.responses.response import ResponsesFormat
 from serve_app.api.request import ChatRequest
 from serve_app.errors import InvalidRequest, RequestTooLarge
-from serve_app.stored import Document, StoredResponses
+from serve_app.stored.responses import Document, StoredResponses
 
 MAX_REFERRED = 256
 """Stored responses to whose items one input may refer."""

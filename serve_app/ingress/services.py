@@ -47,7 +47,7 @@ from serve_app.live.tally import WINDOWS_S, Bucket, begin_of, sums_of
 from serve_app.notices import read, read_shown
 from serve_app.prompts.registry import Prompts, version_samples
 from serve_app.replica.token_channel import TokenReceiver
-from serve_app.stored import StoredResponses
+from serve_app.stored.responses import StoredResponses
 from serve_app.tenancy.registry import TenantRegistry
 from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer

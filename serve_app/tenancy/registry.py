@@ -20,7 +20,7 @@ import msgspec
 from router.background import run_in_background
 from serve_app.config.app import AppConfig
 from serve_app.errors import NotFound, Overloaded, WarmpathError
-from serve_app.stored import StoredObjects
+from serve_app.stored.objects import StoredObjects
 from serve_app.tenancy.lives import Lives
 from serve_app.tenancy.records import NOT_APART, Declared, Edit, Tenancy, TenancyChange, merged, note_lives
 

@@ -23,7 +23,9 @@ from serve_app.errors import BudgetSpent, Overloaded, RateLimited
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.rate_limits import Allowance, TenantLimits
 from serve_app.fairness.shares import Shares
-from serve_app.stored import StorageLimits, StoredObjects, open_database
+from serve_app.stored.database import StorageLimits
+from serve_app.stored.objects import StoredObjects
+from serve_app.stored.url import open_database
 from serve_app.usage import Counts, UsageKey, cost_of, most_cost, usage_document
 
 KEY = UsageKey("2026-11-27", "acme", "m", "")

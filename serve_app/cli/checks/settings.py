@@ -26,7 +26,8 @@ from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.vllm_reader import PARSERS, check_parser
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.engine_factory import drafter_fields, maker_of, refused_settings, served_fields
-from serve_app.stored import TIMEOUT_S, URL_VARIABLE, StorageLimits, StoreError, open_database
+from serve_app.stored.database import StorageLimits, StoreError
+from serve_app.stored.url import URL_VARIABLE, open_database, ping
 from serve_app.tenants import load_secret
 
 _TRIED = """
@@ -89,14 +90,7 @@ def database(_: Look) -> Iterator[Finding]:
 def unreachable(url: str) -> str:
     """Return why the database at a URL does not answer, "" if it does. The URL's password is never part of it."""
     try:
-        if url.startswith("redis"):
-            import redis
-
-            redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S).ping()
-        else:
-            import psycopg
-
-            psycopg.connect(url, connect_timeout=TIMEOUT_S).close()
+        ping(url)
     except Exception as error:  # of its client, which also takes unknown options for those of its own functions
         reason = str(error).partition("\n")[0]
         password = url.partition("://")[2].rpartition("@")[0].partition(":")[2]

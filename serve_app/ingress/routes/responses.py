@@ -15,7 +15,7 @@ from serve_app.errors import NotFound
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.handler import Front, guarded, takes, warnings
-from serve_app.stored import Document
+from serve_app.stored.responses import Document
 
 router = APIRouter()
 

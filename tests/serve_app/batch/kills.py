@@ -21,7 +21,9 @@ from serve_app.batch.files import Files
 from serve_app.batch.worker import BatchWorker, Said
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.stored import StorageLimits, StoredObjects, open_database
+from serve_app.stored.database import StorageLimits
+from serve_app.stored.objects import StoredObjects
+from serve_app.stored.url import open_database
 
 RUNNERS = 2
 LINES = 400

@@ -16,7 +16,9 @@ from serve_app.batch.worker import BatchWorker, Said
 from serve_app.errors import InvalidRequest
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.stored import StorageLimits, StoredObjects, open_database
+from serve_app.stored.database import StorageLimits
+from serve_app.stored.objects import StoredObjects
+from serve_app.stored.url import open_database
 from tests.serve_app.replica.loops import VirtualTimeLoop
 
 T = TypeVar("T")

@@ -52,7 +52,9 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
 from serve_app.prompts.registry import PromptTraffic
-from serve_app.stored import Database, StorageLimits, StoredObjects, StoredResponses
+from serve_app.stored.database import Database, StorageLimits
+from serve_app.stored.objects import StoredObjects
+from serve_app.stored.responses import StoredResponses
 from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing import Tracer

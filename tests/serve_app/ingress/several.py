@@ -42,7 +42,9 @@ from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
 from serve_app.ingress.tenant_admin import TenantAdmin
 from serve_app.live.journal import Journal
 from serve_app.prompts.registry import PromptTraffic
-from serve_app.stored import StoredObjects, StoredResponses, open_database
+from serve_app.stored.objects import StoredObjects
+from serve_app.stored.responses import StoredResponses
+from serve_app.stored.url import open_database
 from serve_app.tenancy.registry import TenantRegistry
 from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer

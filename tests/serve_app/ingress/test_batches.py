@@ -30,7 +30,8 @@ from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
 from serve_app.ingress.batches import BatchDesk, ModelGate
-from serve_app.stored import StoredObjects, open_database
+from serve_app.stored.objects import StoredObjects
+from serve_app.stored.url import open_database
 from serve_app.tenants import Tenant
 from tests.serve_app.ingress.scripted import BOUNDS, PATIENCE_S, Place, Script, scripted
 

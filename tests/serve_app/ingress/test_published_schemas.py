@@ -14,7 +14,7 @@ import pytest
 from llm_comply.schema import SpecLoader
 
 from serve_app.errors import GenerationFailed
-from serve_app.stored import open_database
+from serve_app.stored.url import open_database
 from tests.serve_app.ingress.scripted import BOUNDS, Script, scripted
 from tests.serve_app.tool_templates.families import SEARCH, WEATHER, call_text, family
 

@@ -15,7 +15,8 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from serve_app.config.tenants import TenantConfig
-from serve_app.stored import Database, open_database
+from serve_app.stored.database import Database
+from serve_app.stored.url import open_database
 from tests.serve_app.ingress.scripted import BOUNDS, Place, Script, scripted
 from tests.serve_app.ingress.test_responses import CALL, TOOL
 from tests.serve_app.tool_templates.families import family
@@ -318,7 +319,7 @@ def test_a_response_that_cannot_be_stored_is_not_acknowledged(
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(backend, "put", full)
+    monkeypatch.setattr(backend, "insert", full)
     client = clients["acme"]
     with pytest.raises(openai.InternalServerError) as whole:
         client.responses.create(model="demo", input="x")

@@ -18,7 +18,7 @@ from serve_app.config.tenants import TenantConfig
 from serve_app.errors import Overloaded, WarmpathError
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.routes.application import make_application
-from serve_app.stored import open_database
+from serve_app.stored.url import open_database
 from tests.serve_app.ingress.scripted import BOUNDS, Place, Script, partial_services, scripted
 from tests.serve_app.ingress.test_responses import TOOL
 from tests.serve_app.tokenization.test_tokenizer import bos_around

@@ -16,7 +16,9 @@ from secrets import token_hex
 
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.stored import Document, StorageLimits, StoredResponses, open_database
+from serve_app.stored.database import StorageLimits
+from serve_app.stored.responses import Document, StoredResponses
+from serve_app.stored.url import open_database
 
 WRITERS = 2
 TENANTS = ("acme", "globex")

@@ -19,25 +19,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app import stored
 from serve_app.cli.checks.settings import unreachable
 from serve_app.errors import Overloaded, RequestTooLarge, ResponseDamaged
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.stored import (
-    Database,
-    Document,
-    ObjectPlace,
-    StorageLimits,
-    StoredObjects,
-    StoredResponses,
-    StoreError,
-    open_database,
-)
+from serve_app.stored.database import RESPONSES, Database, ObjectPlace, StorageLimits, StoreError
+from serve_app.stored.objects import StoredObjects
+from serve_app.stored.responses import Document, ResponseRows, StoredResponses
+from serve_app.stored.sqlite import open_file
+from serve_app.stored.url import open_database
 from tests.serve_app.stored.conftest import SERVERS
 
 NOW_S = 1_800_000_000.0
 Open = Callable[[], Database]
+OpenRows = Callable[[], ResponseRows]
 
 
 class Clock:
@@ -50,9 +45,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def opened(url: str | None, tmp_path: Path, clock: Clock) -> Open:
-    """Opens the same database again and again: 1,000 bytes per tenant, for 50 s."""
-    return lambda: open_database(url, tmp_path / "responses.sqlite", StorageLimits(50, 1000, lambda: clock.now_s))
+def limits(clock: Clock) -> StorageLimits:
+    """1,000 bytes per tenant, for 50 s."""
+    return StorageLimits(50, 1000, lambda: clock.now_s)
+
+
+@pytest.fixture
+def opened(url: str | None, tmp_path: Path, limits: StorageLimits) -> Open:
+    """Opens the same database again and again."""
+    return lambda: open_database(url, tmp_path / "responses.sqlite", limits)
 
 
 @pytest.fixture
@@ -60,85 +61,96 @@ def backend(opened: Open) -> Iterator[Database]:
     yield opened()
 
 
+@pytest.fixture
+def opened_rows(opened: Open, limits: StorageLimits) -> OpenRows:
+    """As of several ingresses, each with its connection."""
+    return lambda: ResponseRows(opened(), limits)
+
+
+@pytest.fixture
+def rows(opened_rows: OpenRows) -> ResponseRows:
+    return opened_rows()
+
+
 def test_a_database_that_answers_is_reachable(url: str | None) -> None:
     assert url is None or unreachable(url) == ""
 
 
-def test_stored_data_stays_for_its_tenant_until_deleted(backend: Database, opened: Open) -> None:
+def test_stored_data_stays_for_its_tenant_until_deleted(rows: ResponseRows, opened_rows: OpenRows) -> None:
     """It is visible through another connection too, and a repeated call stores it once."""
     one, other, key = token_bytes(32), token_bytes(32), token_bytes(32)
     for _ in range(2):
-        backend.put(one, key, b"data\0\xff")
-    assert opened().get(one, key) == b"data\0\xff"
-    assert backend.get(other, key) is None
-    assert not backend.delete(other, key)
-    assert backend.get(one, key) is not None
-    assert backend.delete(one, key)
-    assert backend.get(one, key) is None
-    assert not backend.delete(one, key)
+        rows.put(one, key, b"data\0\xff")
+    assert opened_rows().get(one, key) == b"data\0\xff"
+    assert rows.get(other, key) is None
+    assert not rows.delete(other, key)
+    assert rows.get(one, key) is not None
+    assert rows.delete(one, key)
+    assert rows.get(one, key) is None
+    assert not rows.delete(one, key)
 
 
-def test_a_tenant_has_so_many_bytes_and_its_oldest_leave(backend: Database, clock: Clock) -> None:
+def test_a_tenant_has_so_many_bytes_and_its_oldest_leave(rows: ResponseRows, clock: Clock) -> None:
     """Deleted ones free their space, a repeated call takes none, and another tenant's are not touched."""
     tenant, other = token_bytes(32), token_bytes(32)
-    backend.put(other, kept := token_bytes(32), b"x" * 900)
+    rows.put(other, kept := token_bytes(32), b"x" * 900)
     keys = [token_bytes(32) for _ in range(5)]
     for key in keys[:2]:
         clock.now_s += 1
         for _ in range(3):
-            backend.put(tenant, key, b"x" * 400)
-    assert backend.delete(tenant, keys[0])
+            rows.put(tenant, key, b"x" * 400)
+    assert rows.delete(tenant, keys[0])
     for key in keys[2:4]:
         clock.now_s += 1
-        backend.put(tenant, key, b"x" * 300)
-    assert [backend.get(tenant, key) is not None for key in keys] == [False, True, True, True, False]
+        rows.put(tenant, key, b"x" * 300)
+    assert [rows.get(tenant, key) is not None for key in keys] == [False, True, True, True, False]
     clock.now_s += 1
-    backend.put(tenant, keys[4], b"x" * 600)
-    assert [backend.get(tenant, key) is not None for key in keys] == [False, False, False, True, True]
-    assert backend.get(other, kept) is not None
+    rows.put(tenant, keys[4], b"x" * 600)
+    assert [rows.get(tenant, key) is not None for key in keys] == [False, False, False, True, True]
+    assert rows.get(other, kept) is not None
 
 
-def test_the_newest_stays_with_any_clocks(backend: Database, clock: Clock) -> None:
+def test_the_newest_stays_with_any_clocks(rows: ResponseRows, clock: Clock) -> None:
     """An ingress with a slow clock loses no response that it has just acknowledged."""
     tenant, first, late = token_bytes(32), token_bytes(32), token_bytes(32)
-    backend.put(tenant, first, b"x" * 600)
+    rows.put(tenant, first, b"x" * 600)
     clock.now_s -= 10
-    backend.put(tenant, late, b"x" * 600)
-    assert backend.get(tenant, late) is not None
+    rows.put(tenant, late, b"x" * 600)
+    assert rows.get(tenant, late) is not None
 
 
-def test_expired_data_is_deleted(backend: Database, clock: Clock) -> None:
+def test_expired_data_is_deleted(rows: ResponseRows, clock: Clock) -> None:
     """The tenant's next write deletes it."""
     tenant, keys = token_bytes(32), [token_bytes(32) for _ in range(3)]
-    backend.put(tenant, keys[0], b"x")
+    rows.put(tenant, keys[0], b"x")
     clock.now_s += 51
-    backend.put(tenant, keys[1], b"x")
-    assert [backend.get(tenant, key) is not None for key in keys] == [False, True, False]
+    rows.put(tenant, keys[1], b"x")
+    assert [rows.get(tenant, key) is not None for key in keys] == [False, True, False]
 
 
-def test_sql_forgets_tenants_that_store_no_more(tmp_path: Path, clock: Clock) -> None:
+def test_sql_forgets_tenants_that_store_no_more(tmp_path: Path, clock: Clock, limits: StorageLimits) -> None:
     """Any tenant's next write deletes their data."""
-    backend = open_database(None, tmp_path / "responses.sqlite", StorageLimits(50, 1000, lambda: clock.now_s))
+    rows = ResponseRows(open_database(None, tmp_path / "responses.sqlite", limits), limits)
     tenant, key = token_bytes(32), token_bytes(32)
-    backend.put(tenant, key, b"x")
+    rows.put(tenant, key, b"x")
     clock.now_s += 51
-    backend.put(token_bytes(32), token_bytes(32), b"x")
-    assert backend.get(tenant, key) is None
+    rows.put(token_bytes(32), token_bytes(32), b"x")
+    assert rows.get(tenant, key) is None
 
 
-def test_writers_at_once_lose_nothing_and_keep_the_bound(opened: Open, clock: Clock) -> None:
+def test_writers_at_once_lose_nothing_and_keep_the_bound(opened_rows: OpenRows, clock: Clock) -> None:
     """Several connections, as of several ingresses, write to one tenant: all is stored, later as much as fits."""
     tenant, keys = token_bytes(32), [token_bytes(32) for _ in range(40)]
-    backends = [opened() for _ in range(4)]
+    ingresses = [opened_rows() for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda number: backends[number % 4].put(tenant, keys[number], b"x" * 25), range(40)))
-        assert all(backends[0].get(tenant, key) for key in keys)
-        list(threads.map(lambda number: backends[number % 4].put(tenant, token_bytes(32), b"x" * 500), range(8)))
-        list(threads.map(lambda number: backends[number % 4].delete(tenant, keys[number]), range(40)))
+        list(threads.map(lambda number: ingresses[number % 4].put(tenant, keys[number], b"x" * 25), range(40)))
+        assert all(ingresses[0].get(tenant, key) for key in keys)
+        list(threads.map(lambda number: ingresses[number % 4].put(tenant, token_bytes(32), b"x" * 500), range(8)))
+        list(threads.map(lambda number: ingresses[number % 4].delete(tenant, keys[number]), range(40)))
         clock.now_s += 1
-        backends[0].put(tenant, keys[0], b"x" * 400)
-        backends[1].put(tenant, keys[1], b"x" * 400)
-    assert backends[2].get(tenant, keys[0]) and backends[3].get(tenant, keys[1])
+        ingresses[0].put(tenant, keys[0], b"x" * 400)
+        ingresses[1].put(tenant, keys[1], b"x" * 400)
+    assert ingresses[2].get(tenant, keys[0]) and ingresses[3].get(tenant, keys[1])
 
 
 def test_objects_are_new_once_and_of_one_owner_and_kind(backend: Database, opened: Open, clock: Clock) -> None:
@@ -150,7 +162,11 @@ def test_objects_are_new_once_and_of_one_owner_and_kind(backend: Database, opene
     for place in (*places, stranger):
         assert backend.insert(place, b"x" * 10, later)
         assert not opened().insert(place, b"y" * 99, later)
-    assert (backend.taken(owner), backend.taken(other), backend.taken(token_bytes(32))) == (40, 10, 0)
+    assert (
+        backend.taken(ObjectPlace(owner, b"")),
+        backend.taken(ObjectPlace(other, b"")),
+        backend.taken(ObjectPlace(token_bytes(32), b"")),
+    ) == (40, 10, 0)
     assert sorted(backend.ids(places[0])) == sorted(place.id for place in places[:2])
     assert backend.swap(places[0], b"x" * 10, b"z")
     assert not backend.swap(places[0], b"x" * 10, b"y")
@@ -158,8 +174,37 @@ def test_objects_are_new_once_and_of_one_owner_and_kind(backend: Database, opene
     assert (backend.find(places[0]), backend.find(stranger)) == (b"z", b"x" * 10)
     assert backend.remove(places[0]) and not backend.remove(places[0])
     assert backend.remove(ObjectPlace(owner, kinds[1]))
-    assert (backend.taken(owner), backend.find(places[2])) == (10, None)
+    assert (backend.taken(ObjectPlace(owner, b"")), backend.find(places[2])) == (10, None)
     assert backend.find(places[1]) is not None
+
+
+@pytest.mark.parametrize("kind", [token_bytes(32), RESPONSES], ids=["any", "responses"])
+def test_a_kind_does_what_every_kind_does(backend: Database, clock: Clock, kind: bytes) -> None:
+    """Also responses, which each database may keep elsewhere: stored once, changed, listed, counted and dropped."""
+    owner, later = token_bytes(32), clock.now_s + 40
+    places = [ObjectPlace(owner, kind, token_bytes(32)) for _ in range(4)]
+    every = ObjectPlace(owner, kind)
+    for number, place in enumerate(places):
+        assert backend.insert(place, b"x" * 100, later + number)
+        assert not backend.insert(place, b"y", later)
+    assert not backend.insert(places[0]._replace(id=token_bytes(32)), b"x" * 100, later, 499)
+    stranger = ObjectPlace(token_bytes(32), kind, places[0].id)
+    assert backend.find(stranger) is None and not backend.remove(stranger) and backend.ids(stranger) == []
+    assert backend.swap(places[0], b"x" * 100, b"z" * 50) and not backend.swap(places[0], b"x" * 100, b"y")
+    assert sorted(backend.ids(every)) == sorted(place.id for place in places)
+    data = {place.id: b"z" * 50 if place is places[0] else b"x" * 100 for place in places}
+    assert dict(backend.read(every)) == data
+    assert backend.taken(every) == backend.taken(ObjectPlace(owner, kind)) == 350
+    backend.expire(places[0], later + 9)
+    assert backend.evict(places[1], 250) == 1
+    assert [backend.find(place) is not None for place in places] == [True, True, False, True]
+    assert backend.evict(every, 0) == 3 and backend.evict(every, 0) == 0
+    assert (backend.taken(every), backend.ids(every)) == (0, [])
+    for place in places[:2]:
+        assert backend.insert(place, b"x", later)
+    backend.expire(every, later + 9)
+    assert backend.remove(every) and not backend.remove(every)
+    assert backend.find(places[0]) is None
 
 
 def test_objects_expire(url: str | None, tmp_path: Path) -> None:
@@ -170,22 +215,23 @@ def test_objects_expire(url: str | None, tmp_path: Path) -> None:
     backend.insert(short, b"x", time.time() + 0.3)
     backend.insert(long, b"x", time.time() + 60)
     assert backend.swap(short, b"x", b"yy")
-    assert backend.taken(owner) == 3
+    assert backend.taken(ObjectPlace(owner, b"")) == 3
     time.sleep(0.4)
     assert (backend.find(short), backend.ids(long), backend.read(long)) == (None, [long.id], [(long.id, b"x")])
-    assert backend.taken(owner) == 1
+    assert backend.taken(ObjectPlace(owner, b"")) == 1
     assert backend.insert(short._replace(id=token_bytes(32)), b"x", time.time() + 60)
-    assert backend.taken(owner) == 2
+    assert backend.taken(ObjectPlace(owner, b"")) == 2
 
 
 def test_what_a_tenant_has_is_summed_without_its_data(tmp_path: Path) -> None:
     """An upload asks for the sum with each of its chunks, beside 50,000 lines of a batch."""
-    open_database(None, tmp_path / "f", StorageLimits(50, 1000))
+    backend = open_file(tmp_path / "f", StorageLimits(50, 1000))
     with sqlite3.connect(tmp_path / "f") as database:
-        for statement in (stored._TAKEN, stored._INSERT_WITHIN):
-            plan = database.execute(f"EXPLAIN QUERY PLAN {statement}", [0] * statement.count("?")).fetchall()
-            told = [row[3] for row in plan if "sealed_objects" in row[3]]
-            assert told and all("COVERING INDEX" in line for line in told), told
+        for table, sql in (("sealed_objects", backend.objects), ("sealed_responses", backend.responses)):
+            for statement in (sql.taken, sql.insert_within) if sql is backend.objects else (sql.taken_of_kind,):
+                plan = database.execute(f"EXPLAIN QUERY PLAN {statement}", [0] * statement.count("?")).fetchall()
+                lines = [row[3] for row in plan if table in row[3]]
+                assert lines and all("COVERING INDEX" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("most", [39, 40])
@@ -198,7 +244,7 @@ def test_a_bounded_object_has_room_or_is_not_there(backend: Database, clock: Clo
     last = ObjectPlace(owner, token_bytes(32), token_bytes(32))
     assert backend.insert(last, b"y" * 20, later, most) == (most == 40)
     assert backend.find(last) == (b"y" * 20 if most == 40 else None)
-    assert backend.taken(owner) == (40 if most == 40 else 20)
+    assert backend.taken(ObjectPlace(owner, b"")) == (40 if most == 40 else 20)
     if most == 40:
         assert not backend.insert(last._replace(id=token_bytes(32)), b"y", later, most)
         assert backend.remove(last) and backend.insert(last, b"y" * 20, later, most)
@@ -209,7 +255,7 @@ def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> Non
     file, before = tmp_path / "made" / "responses.sqlite", os.umask(0)
     try:
         backend = open_database(None, file, StorageLimits(50, 1000))
-        backend.put(b"t", b"k", b"x")
+        backend.insert(ObjectPlace(b"t", b"k", b"i"), b"x", time.time() + 50)
     finally:
         os.umask(before)
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
@@ -245,18 +291,20 @@ def test_a_client_library_that_is_missing_is_named(
 def test_a_server_that_comes_back_is_used_again(kind: str, tmp_path: Path) -> None:
     """A server crash keeps acknowledged data; meanwhile there are errors, but no broken connection remains."""
     with SERVERS[kind]() as server:
-        backend = open_database(server.url, tmp_path / "f", StorageLimits(3600, 1 << 20))
+        limits = StorageLimits(3600, 1 << 20)
+        backend = open_database(server.url, tmp_path / "f", limits)
+        rows = ResponseRows(backend, limits)
         stored: list[bytes] = []
         for _ in range(3):
             for _ in range(5):
                 stored.append(token_bytes(32))
-                backend.put(b"t" * 32, stored[-1], token_bytes(2000))
+                rows.put(b"t" * 32, stored[-1], token_bytes(2000))
             server.kill()
             with pytest.raises(backend.failures):
                 while True:  # a connection's process may outlive its Postgres for a moment
-                    backend.get(b"t" * 32, stored[0])
+                    rows.get(b"t" * 32, stored[0])
             server.start()
-            assert all(backend.get(b"t" * 32, key) for key in stored)
+            assert all(rows.get(b"t" * 32, key) for key in stored)
 
 
 KILLS = 200

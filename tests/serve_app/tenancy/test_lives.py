@@ -30,7 +30,10 @@ from serve_app.generation.prepare import session_key
 from serve_app.live.journal import Journal
 from serve_app.prompts.lock import Prompt
 from serve_app.prompts.registry import Prompts
-from serve_app.stored import Document, StorageLimits, StoredObjects, StoredResponses, open_database
+from serve_app.stored.database import StorageLimits
+from serve_app.stored.objects import StoredObjects
+from serve_app.stored.responses import Document, StoredResponses
+from serve_app.stored.url import open_database
 from serve_app.tenancy import lives
 from serve_app.tenancy.lives import Lives
 from serve_app.tenancy.records import Edit, Tenancy

@@ -16,7 +16,9 @@ from serve_app.config.app import AppConfig
 from serve_app.errors import AuthenticationFailed, Conflict, NotFound, Overloaded
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.stored import StorageLimits, StoredObjects, open_database
+from serve_app.stored.database import StorageLimits
+from serve_app.stored.objects import StoredObjects
+from serve_app.stored.url import open_database
 from serve_app.tenancy import registry
 from serve_app.tenancy.records import key_id
 from serve_app.tenancy.registry import KEPT, LOOK_S, WHOLE_LOOKS, TenantRegistry
