@@ -6,11 +6,14 @@ the same time does not count. Usage: `.venv/bin/python .ci/request_path.py [--li
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -65,12 +68,31 @@ def functions_of(folder: Path, window: str) -> set[Function]:
     return found
 
 
+@contextmanager
+def instance(environment: Mapping[str, str]) -> Iterator[str]:
+    """Run an instance with one replica for the block, and yield its URL."""
+    from serve_app.cli.local_ray import answers, held_port
+
+    with held_port() as port:
+        command = [sys.executable, "-m", "serve_app.cli.entry", "serve", "--port", str(port)]
+        server = subprocess.Popen(
+            [*command, "--model", "demo", "--replicas", "1"], cwd=ROOT, env={**os.environ, **environment},
+            stdout=sys.stderr,
+        )  # fmt: skip
+        try:
+            while not answers(f"http://127.0.0.1:{port}/health"):
+                assert server.poll() is None, "the instance did not start"
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait()
+
+
 def main() -> None:
     """Run the instance and the chat, and print the counts."""
     sys.path.insert(0, str(ROOT))
     import httpx
-
-    from benchmarks.common.server import instance
 
     with tempfile.TemporaryDirectory(prefix="warmpath-path-") as made:
         folder = Path(made)
@@ -79,8 +101,7 @@ def main() -> None:
             "sys.path.pop(0)\nrequest_path.record()\n"
         )
         paths = os.pathsep.join(filter(None, (made, os.environ.get("PYTHONPATH"))))
-        environment = {"PYTHONPATH": paths, FOLDER: made}
-        with instance("--model", "demo", "--replicas", "1", env=environment) as url:
+        with instance({"PYTHONPATH": paths, FOLDER: made}) as url:
 
             def chat() -> None:
                 body = {**CHAT, "model": httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]}

@@ -23,6 +23,7 @@ from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest
+from serve_app.engine.token_channel import TokenStream
 from serve_app.errors import InvalidRequest, WarmpathError
 from serve_app.fairness.queue import LoopTurns, WaitingLine
 from serve_app.fairness.shares import Budget, Shares
@@ -35,7 +36,6 @@ from serve_app.prompts.registry import Prompts
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine
 from serve_app.replica.grammars import ReplicaMatchers
-from serve_app.replica.token_channel import TokenStream
 from serve_app.tenants import Tenants, load_secret
 from serve_app.tokenization.tokenizer import PromptTokenizer
 

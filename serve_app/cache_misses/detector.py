@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve_app.api.format import Usage
 from serve_app.cache_misses.reasons import Decode, Miss, SeenPrompt, explain, is_miss
 from serve_app.engine.protocol import EngineRequest
 from serve_app.fairness.queue import FairWorkers
-from serve_app.generation.request_usage import RequestUsage
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +74,13 @@ class MissDetector:
         cached_tokens: int,
         arrived_s: float,
         now_s: float,
-        usage: RequestUsage | None = None,
+        usage: Callable[[], Usage] | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> asyncio.Task[Miss] | None:
         """Remember a prompt at its first token. Return a task for a miss's explanation, else None.
 
-        ``usage``: of the answer, which continues. ``messages``: of the prompt. A request that leaves nothing in the
-        cache is neither remembered nor explained.
+        ``usage``: returns that of the answer so far, which continues. ``messages``: of the prompt. A request that
+        leaves nothing in the cache is neither remembered nor explained.
         """
         if not generation.store_kv:
             return None

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from router.protocol.block_hash import PrefixScope, TokenArray, common_tokens
+from serve_app.api.format import Usage
 from serve_app.cache_misses.rules import REMEDIES, MissReason, classify, value_there
-from serve_app.generation.request_usage import RequestUsage
 from serve_app.prompts.lock import first_difference
 
 MAX_PROMPT_TOKENS = 32_768
@@ -45,7 +45,7 @@ Decode = Callable[[Sequence[int]], str]
 class SeenPrompt:
     """The beginning of one prompt. ``seen_s``: the time of its first token, by ``time.perf_counter``.
 
-    ``usage``: of its answer, which continues.
+    ``usage``: returns that of its answer so far, which continues.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SeenPrompt:
         scope: PrefixScope,
         system_chars: int,
         seen_s: float,
-        usage: RequestUsage | None = None,
+        usage: Callable[[], Usage] | None = None,
     ) -> None:
         # A view of a long prompt would keep all of it in memory.
         self.ids = token_ids if len(token_ids) <= MAX_PROMPT_TOKENS else token_ids[:MAX_PROMPT_TOKENS].copy()
@@ -65,7 +65,7 @@ class SeenPrompt:
 
     def answer_after_reasoning(self) -> int:
         """Return the number of its answer's tokens after the reasoning, or 0 without reasoning."""
-        used = self._usage.total() if self._usage is not None else None
+        used = self._usage() if self._usage is not None else None
         return used.completion_tokens - used.reasoning_tokens if used is not None and used.reasoning_tokens else 0
 
 

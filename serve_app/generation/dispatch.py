@@ -23,10 +23,10 @@ from router.protocol.events import LoadReport
 from router.protocol.request import Decision, NoReplicaLeft
 from router.serve.core_registry import RecentDecisions
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, Prefilled, output_of_wire
+from serve_app.engine.token_channel import Arrivals, TokenInbox
 from serve_app.errors import GenerationFailed, Overloaded, RateLimited
 from serve_app.generation.answer import TakeOutput, queue_full, raise_for
 from serve_app.ray_compat import cancel_call
-from serve_app.replica.token_channel import Arrivals, TokenInbox
 from serve_app.tracing import CallTrace, Tracer
 
 logger = logging.getLogger(__name__)

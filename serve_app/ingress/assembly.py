@@ -28,6 +28,7 @@ from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources import load_served_model
 from serve_app.config.app import AppConfig
+from serve_app.engine.token_channel import TokenReceiver
 from serve_app.errors import WarmpathError
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.levels import Levels
@@ -66,7 +67,6 @@ from serve_app.live.tally import RATES
 from serve_app.notices import board_name, figures_prefix, read_shown
 from serve_app.prompts.registry import Prompts, PromptTraffic
 from serve_app.ray_compat import on_head_node
-from serve_app.replica.token_channel import TokenReceiver
 from serve_app.sessions import SessionLimit
 from serve_app.stored.database import Database, StorageLimits, StoreError
 from serve_app.stored.objects import StoredObjects

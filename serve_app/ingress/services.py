@@ -24,6 +24,7 @@ from serve_app.api.openai.response import adapter_body
 from serve_app.budgets import Budgets
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.config.app import AppConfig
+from serve_app.engine.token_channel import TokenReceiver
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
@@ -46,7 +47,6 @@ from serve_app.live.live import Live
 from serve_app.live.tally import WINDOWS_S, Bucket, begin_of, sums_of
 from serve_app.notices import read, read_shown
 from serve_app.prompts.registry import Prompts, version_samples
-from serve_app.replica.token_channel import TokenReceiver
 from serve_app.stored.responses import StoredResponses
 from serve_app.tenancy.registry import TenantRegistry
 from serve_app.tenants import Tenants

@@ -43,6 +43,7 @@ from serve_app.engine.protocol import (
     SamplingParams,
     to_wire,
 )
+from serve_app.engine.token_channel import TokenSender, TokenStream
 from serve_app.logs import log_at_once
 from serve_app.notices import board_name
 from serve_app.reconfigure import LiveSettings
@@ -58,7 +59,6 @@ from serve_app.replica.reporter import Reporter, attributes_of, replica_figures,
 from serve_app.replica.running_calls import STOPPING, RunningCalls
 from serve_app.replica.seats import Seats
 from serve_app.replica.session_gate import SessionGate
-from serve_app.replica.token_channel import TokenSender, TokenStream
 from serve_app.structured.compiler import GrammarError
 from serve_app.tenancy.weights import TenantWeights
 from serve_app.tenants import forget_secret
@@ -235,7 +235,9 @@ class Replica:
         trace: ReplicaTrace | None = None
         if self._tracer is not None and request.traceparent:
             trace = ReplicaTrace(self._tracer, request.traceparent, self._replica_id, request.prompt_tokens)
-        running = self._running.begin(request, TokenStream(request.interval_s, trace))
+        running = self._running.begin(
+            request, TokenStream(request.interval_s, trace.saw if trace is not None else None)
+        )
         ended = False
         try:
             remote_kv = self._gate.begin(request)

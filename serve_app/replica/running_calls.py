@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from ray.exceptions import RayError
 
 from serve_app.engine.protocol import EngineOutput, EngineRequest, Prefilled, ReplyTo
+from serve_app.engine.token_channel import TokenSender, TokenStream
 from serve_app.ray_compat import find_serve_actor
-from serve_app.replica.token_channel import TokenSender, TokenStream
 
 logger = logging.getLogger(__name__)
 

@@ -25,12 +25,12 @@ from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterSpec, Engine, EngineOutput, EngineRequest, to_wire
+from serve_app.engine.token_channel import TokenStream
 from serve_app.engine.vllm.engine import VllmEngine
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.engine_factory import make_engine
 from serve_app.replica.running_calls import RunningCalls
-from serve_app.replica.token_channel import TokenStream
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.structured.matcher import Matchers
 from serve_app.tenants import Tenants

@@ -210,7 +210,7 @@ def observe_misses(observers: Observers, misses: MissDetector, book: AdviceBook)
             now_s = answer.last_s[index]
             request, generation = answer.request, answer.generations[index]
             messages = request.messages if isinstance(request, ChatRequest) else ()
-            miss = misses.observe(generation, cached_tokens, answer.arrived_s, now_s, answer.usage, messages)
+            miss = misses.observe(generation, cached_tokens, answer.arrived_s, now_s, answer.usage.total, messages)
             if miss is not None:
                 miss.add_done_callback(partial(explained, answer, index))
             if miss is not None and answer.request.cache_diagnostics and index == 0:

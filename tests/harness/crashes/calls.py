@@ -32,12 +32,12 @@ from serve_app.engine.protocol import (
     request_of_wire,
     to_wire,
 )
+from serve_app.engine.token_channel import TokenInbox, TokenStream
 from serve_app.errors import WarmpathError
 from serve_app.generation.answer import ChoiceReader, Piece, PieceSink, choice_pieces
 from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from serve_app.generation.prepare import Preparer
 from serve_app.replica.running_calls import RunningCalls
-from serve_app.replica.token_channel import TokenInbox, TokenStream
 from serve_app.structured.matcher import Matchers
 from serve_app.tenants import DEFAULT_TENANT, Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer

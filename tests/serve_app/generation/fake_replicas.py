@@ -28,8 +28,8 @@ from serve_app.engine.protocol import (
     request_of_wire,
     to_wire,
 )
+from serve_app.engine.token_channel import TokenInbox
 from serve_app.generation.dispatch import Dispatcher
-from serve_app.replica.token_channel import TokenInbox
 from serve_app.tracing import Tracer
 from tests.serve_app.generation.outputs import output
 

@@ -12,9 +12,9 @@ from msgspec import structs
 from ray.exceptions import ActorUnavailableError
 
 from serve_app.engine.protocol import EngineOutput, to_wire
+from serve_app.engine.token_channel import TokenReceiver, TokenSender
 from serve_app.generation import dispatch
 from serve_app.generation import dispatch as generation_call
-from serve_app.replica.token_channel import TokenReceiver, TokenSender
 from tests.serve_app.generation.fake_replicas import FakeHandle, FakeResult, answer, generation, ids, whole
 from tests.serve_app.generation.outputs import output
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 from ray.exceptions import RpcError
 
+from serve_app.engine import token_channel
 from serve_app.engine.protocol import EngineOutput, FirstToken, Prefilled, ReplyTo, TokenLogprob, to_wire
-from serve_app.replica import running_calls, token_channel
+from serve_app.engine.token_channel import Arrivals, TokenReceiver, TokenSender, TokenStream
+from serve_app.replica import running_calls
 from serve_app.replica.running_calls import STOPPING, RunningCall, RunningCalls, actor_lives
-from serve_app.replica.token_channel import Arrivals, TokenReceiver, TokenSender, TokenStream
 from tests.serve_app.engine.tiny import request
 from tests.serve_app.generation.outputs import output
 
@@ -391,7 +392,7 @@ def test_between_first_and_last_outputs_leave_at_intervals(monkeypatch: pytest.M
 
     def leaving(interval_s: float) -> list[list[int]]:
         now_s = 50.0
-        monkeypatch.setattr("serve_app.replica.token_channel.time.monotonic", lambda: now_s)
+        monkeypatch.setattr("serve_app.engine.token_channel.time.monotonic", lambda: now_s)
         stream, left = TokenStream(interval_s), []
         for token in range(10):
             ready = stream.push(EngineOutput("r", (token,), finish_reason="length" if token == 9 else None))

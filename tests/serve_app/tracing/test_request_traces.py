@@ -20,8 +20,8 @@ from ray.serve.exceptions import BackPressureError
 
 from router.protocol.request import Decision
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken
+from serve_app.engine.token_channel import TokenStream
 from serve_app.errors import GenerationFailed
-from serve_app.replica.token_channel import TokenStream
 from serve_app.tracing import CallTrace, ReplicaTrace, RequestTrace, _session, end_pull, open_tracer, traceparent_of
 from tests.serve_app.generation.fake_replicas import FakeHandle, answer, generation, ids, lost_once, whole
 from tests.serve_app.ingress.scripted import scripted
@@ -49,7 +49,7 @@ def traced_replica(recorded: Recorded) -> Any:
 
     async def chunks(call: EngineRequest, replica: str) -> Any:
         trace = ReplicaTrace(recorded.tracer, call.traceparent, replica, call.prompt_tokens)
-        stream = TokenStream(trace=trace)
+        stream = TokenStream(saw=trace.saw)
         pull = trace.pull("b", 8, joined=False)
         trace.submitted()
         end_pull(pull, "whole", 8)

@@ -12,13 +12,13 @@ from router.serve.core_registry import RunningReplicas
 from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import Save
+from serve_app.engine.token_channel import TokenSender
 from serve_app.replica.lifecycle import lifecycle
 from serve_app.replica.lifecycle import lifecycle as departure
 from serve_app.replica.lifecycle.handover import HandOver, MoveMeters, Receipt
 from serve_app.replica.lifecycle.lifecycle import MISSING_S, NOTICED_S, Departure, Lifecycle
 from serve_app.replica.lifecycle.prewarm import Prewarm
 from serve_app.replica.running_calls import RunningCalls
-from serve_app.replica.token_channel import TokenSender
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all
 from tests.serve_app.replica.lifecycle.peers import SIZE, Local, fill, make_engine

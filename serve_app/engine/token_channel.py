@@ -16,7 +16,6 @@ import zmq
 from msgspec import structs
 
 from serve_app.engine.protocol import EngineOutput, ReplyTo, outputs_of_wire, to_wire
-from serve_app.tracing import ReplicaTrace
 
 logger = logging.getLogger(__name__)
 
@@ -78,20 +77,20 @@ class TokenSender:
 
 
 class TokenStream:
-    """Holds outputs back: at most one leaves per ``interval_s``, but first and last at once; ``trace`` sees each."""
+    """Holds outputs back: at most one leaves per ``interval_s``, but first and last at once; ``saw`` gets each."""
 
-    __slots__ = ("_due_s", "_interval_s", "_outputs", "_trace")
+    __slots__ = ("_due_s", "_interval_s", "_outputs", "_saw")
 
-    def __init__(self, interval_s: float = 0.0, trace: ReplicaTrace | None = None) -> None:
+    def __init__(self, interval_s: float = 0.0, saw: Callable[[EngineOutput], None] | None = None) -> None:
         self._outputs: list[EngineOutput] = []
         self._interval_s = interval_s
         self._due_s = 0.0
-        self._trace = trace
+        self._saw = saw
 
     def push(self, output: EngineOutput) -> EngineOutput | None:
         """Add one output; return all that may leave now as one output, None if they wait for more."""
-        if self._trace is not None:
-            self._trace.saw(output)
+        if self._saw is not None:
+            self._saw(output)
         if output.prompt_logprobs:  # none of them waits, and the first token waits for none of them
             return output
         if self._interval_s:
