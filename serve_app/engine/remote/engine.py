@@ -24,6 +24,7 @@ from router.protocol.events import LoadReport, StatsReport
 from router.vllm_events.far_engine import SILENT_S, FarEngine
 from serve_app.config.engine import CAPABILITIES, ENGINES, Capability
 from serve_app.config.workers import Worker
+from serve_app.engine.load_mirror import LiveRequest, LoadMirror
 from serve_app.engine.protocol import (
     AdapterSpec,
     EngineError,
@@ -58,7 +59,6 @@ from serve_app.engine.remote.servers import (
 from serve_app.engine.remote.settings import RemoteSettings
 from serve_app.engine.reports import EngineMeters, Outbox
 from serve_app.engine.scheduling.sequence import check_request, possible
-from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
 
 logger = logging.getLogger(__name__)
 

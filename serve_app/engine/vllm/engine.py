@@ -23,6 +23,7 @@ from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
 from serve_app.cache.tiers.tier import LOAD_BUCKETS_S
 from serve_app.config.engine import MOST_AHEAD
+from serve_app.engine.load_mirror import LiveRequest, LoadMirror
 from serve_app.engine.protocol import (
     EngineError,
     EngineOutput,
@@ -41,12 +42,11 @@ from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
-from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
 from serve_app.engine.vllm.sampling.params import vllm_sampling
 from serve_app.engine.vllm.saves import VllmSaves
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, tenant_args
 from serve_app.engine.vllm.settings import VllmSettings, capability_samples
-from serve_app.engine.vllm.transfer.job import JobRunner
+from serve_app.engine.vllm.transfer.job_runner import JobRunner
 from serve_app.engine.vllm.transfer.migration import VllmMigration
 
 _LABELS = (("engine", "vllm"),)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from router.protocol.request import Decision
+from serve_app.engine.load_mirror import LiveRequest, LoadMirror
 from serve_app.engine.protocol import QueueFull
 from serve_app.engine.reports import ROUTERS_REMEMBERED, EngineMeters
-from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
 from serve_app.engine.vllm.settings import VllmSettings
 from tests.serve_app.engine.tiny import request
 
