@@ -1,7 +1,7 @@
-"""The requests in vLLM and its load, derived from submissions and from the prompt tokens of each step.
+"""The running requests of an engine outside of this process, and its load, as far as submissions and tokens show it.
 
-A step's prompt tokens are credited to the oldest prefills, until the first token of a request shows that they were its
-own: only tenants' turns and priorities change that order. The engine's lock guards it.
+vLLM also reports each step's prompt tokens. They are credited to the oldest prefills, until the first token of a
+request shows that they were its own: only tenants' turns and priorities change that order. The engine's lock guards it.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from serve_app.fairness.shares import Budget, Shares
 class LiveRequest:
     """A request between its submission and its end. ``params``: fields of vLLM's ``SamplingParams``.
 
-    ``save``: the result of its save.
-
-    ``uncached_tokens``: prompt tokens still to be computed; ``taken_tokens``: those credited to it by steps.
-    ``woken``: set when the KV that it waits for may have arrived.
+    ``uncached_tokens``: prompt tokens still to be computed; ``taken_tokens``: those credited to it by steps;
+    ``predicted_tokens``: those cached by the engine's events when it came. ``save``: the result of its save.
+    ``woken``: set when the KV that it waits for may have arrived. ``unsure_s``: the time of a prefill whose computed
+    tokens are not told before the end, 0 for others.
     """
 
     request: EngineRequest
@@ -35,12 +35,14 @@ class LiveRequest:
     params: Mapping[str, Any]
     arrival_s: float
     uncached_tokens: int
+    predicted_tokens: int = 0
     taken_tokens: int = 0
     begun: bool = False
     ended: bool = False
     save: SaveResult | None = None
     task: asyncio.Task[None] | None = None
     woken: asyncio.Event = field(default_factory=asyncio.Event)
+    unsure_s: float = 0.0
 
     @property
     def prefilled(self) -> Prefilled:
@@ -65,7 +67,7 @@ class LoadSettings(Protocol):
 class LoadMirror:
     """Queued prefill tokens in total and by router. A request counts from its submission to its first token.
 
-    It also counts as queued until then, because vLLM reports no more about a single request. ``live``: all by id;
+    It also counts as queued until then, because such engines report no more about a request. ``live``: all by id;
     ``left``: those left before their first token, which the step in progress may still compute.
     """
 

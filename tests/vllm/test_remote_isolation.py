@@ -20,7 +20,8 @@ from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_blocks, spl
 from router.vllm_events.batches import decode_batch
 from router.vllm_events.far_engine import FarEngine
 from serve_app.engine.protocol import EngineRequest
-from serve_app.engine.remote.servers import WorkerFacts, openai_body
+from serve_app.engine.remote.dialect import WorkerFacts
+from serve_app.engine.remote.dialects.vllm import Vllm
 from serve_app.engine.sampling_params import SamplingParams as OurParams
 from serve_app.engine.vllm.scheduling.probe import BLOCKS, SIZE, SchedulerProbe
 from tests.router.vllm_events.pool_model import Routers
@@ -33,7 +34,7 @@ SECRET = bytes(range(HASH_BYTES))
 CLIENTS = {"no salt": None, "a salt of its own": "theirs"}
 """Clients that go past us to the server."""
 
-FACTS = WorkerFacts("vllm", "", "demo", "", frozenset(), 0, SIZE, BLOCKS, frozenset())
+FACTS = WorkerFacts(Vllm(), "", "demo", "", frozenset(), 0, SIZE, BLOCKS, frozenset())
 
 
 def root_of(scope: str) -> bytes:
@@ -49,7 +50,7 @@ def salt_sent(scope: str, ids: list[int]) -> str | None:
     root, tokens = root_of(scope), np.array(ids, np.int32)
     sampling = OurParams(1, temperature=0.0)
     asked = EngineRequest(request_id="r", token_ids=tokens, scope=PrefixScope("demo"), root=root, sampling=sampling)
-    return str(openai_body(asked, FACTS, root[:HASH_BYTES].hex(), [])["cache_salt"])
+    return str(FACTS.dialect.body(asked, FACTS, root[:HASH_BYTES].hex(), [])["cache_salt"])
 
 
 class PlainServer(SchedulerProbe):

@@ -12,8 +12,9 @@ from serve_app.checkpoints.sources import resolve_model
 from serve_app.cli.checks.finding import Finding, Look, problem
 from serve_app.config.app import AppConfig
 from serve_app.config.workers import listed
+from serve_app.engine.remote.dialect import WorkerFacts
 from serve_app.engine.remote.reading import WorkerHttp
-from serve_app.engine.remote.servers import Unfit, WorkerFacts, check_name, check_tokenizer, facts_of
+from serve_app.engine.remote.servers import Unfit, check_name, check_tokenizer, facts_of
 from serve_app.tenants import worker_key
 
 
@@ -104,7 +105,7 @@ def workers(look: Look) -> Iterator[Finding]:
         blocks = f", blocks of {answer.block_size} tokens" if answer.block_size else ""
         yield Finding(url, f"{answer.called} serves {answer.model}{blocks}")
         size = size or answer.block_size  # the first one's
-        if answer.kind == "tensorrt_llm":
+        if answer.dialect.blind:
             continue
         if size and answer.block_size % size:
             other = f"its blocks have {answer.block_size} tokens and the routers' {size}, so it is routed to by load"

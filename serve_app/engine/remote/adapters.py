@@ -47,6 +47,11 @@ class AdapterLoads:
         self._loaded = loaded
         self._loads: dict[str, tuple[str, asyncio.Task[None]]] = {}
 
+    @property
+    def loading(self) -> tuple[str, ...]:
+        """Names of the adapters that the worker is loading."""
+        return tuple(self._loads)
+
     async def ensure(
         self,
         http: WorkerHttp,

@@ -15,13 +15,11 @@ from serve_app.engine.remote.answers import (
     Part,
     WorkerGone,
     event_bytes,
-    openai_part,
     refusal,
     refused,
-    sglang_part,
     whole_bytes,
-    whole_part,
 )
+from serve_app.engine.remote.dialect import Dialect
 from serve_app.engine.remote.reading import (
     ERROR_BYTES,
     LARGE_BYTES,
@@ -42,6 +40,7 @@ END_S = 5.0
 async def parts_of(
     http: WorkerHttp,
     url: str,
+    dialect: Dialect,
     body: dict[str, Any],
     request: EngineRequest,
     vocab_size: int,
@@ -51,28 +50,27 @@ async def parts_of(
 
     Raises WorkerGone, Busy, and ValueError for what the server refuses.
     """
-    sglang, sampling = "input_ids" in body, request.sampling
-    path = f"{url}{'/generate' if sglang else '/v1/completions'}"
-    answer, most = CheckedAnswer(request, vocab_size), None if sampling.logprob_token_ids else sampling.logprobs
+    again = dialect.repeats_tokens
+    answer = CheckedAnswer(request, vocab_size)
 
     def decode(event: bytes) -> Part:
-        return sglang_part(event, answer.had) if sglang else openai_part(event, most)
+        return dialect.part(event, request, answer.had)
 
     try:
-        async with http.ask(path, msgspec.json.encode(body)) as response:
+        async with http.ask(url + dialect.answers_at, msgspec.json.encode(body)) as response:
             if response.status != 200:
                 body_of_error = b""
                 with suppress(Untrue):  # the status is enough
                     body_of_error = await read(response, ERROR_BYTES)
                 raise refusal(url, response.status, body_of_error)
-            if sampling.prompt_logprobs is not None:
-                part = await decoded(partial(whole_part, request), await read(response, whole_bytes(request)))
+            if request.sampling.prompt_logprobs is not None:
+                part = await decoded(partial(dialect.whole, request), await read(response, whole_bytes(request)))
                 if part.error:
                     raise refused(url, part.status, part.error)
                 yield answer.take(part)
                 return
             check_plain(response)
-            events = Events(response, event_bytes(request, had=0, all_tokens=sglang))
+            events = Events(response, event_bytes(request, had=0, all_tokens=again))
             stream, says_end = aiter(events), False
             async for event in stream:
                 part = decode(event) if len(event) <= LARGE_BYTES else await decoded(decode, event)
@@ -84,7 +82,7 @@ async def parts_of(
                 if answer.ended:
                     break
                 if part.token_ids:
-                    events.told(event_bytes(request, had=answer.had, all_tokens=sglang))
+                    events.told(event_bytes(request, had=answer.had, all_tokens=again))
             if not (answer.ended and says_end):
                 return  # a server that goes on after all that was asked for hears that we left
             last = Part()

@@ -5,7 +5,6 @@ Requests arrive from any thread; all outputs and events of vLLM arrive in the lo
 
 import asyncio
 import math
-import threading
 import time
 from bisect import bisect
 from collections.abc import Mapping
@@ -13,19 +12,17 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 from msgspec import structs
 
-from router.protocol.block_hash import extend_chain
 from router.protocol.events import HOST_TIER, LoadReport, StatsReport
 from router.protocol.samples import Histogram, Sample
 from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
 from serve_app.cache.tiers.tier import LOAD_BUCKETS_S
 from serve_app.config.engine import MOST_AHEAD
-from serve_app.engine.load_mirror import LiveRequest, LoadMirror
+from serve_app.engine.load_mirror import LiveRequest
+from serve_app.engine.outside import OutsideEngine
 from serve_app.engine.protocol import (
-    EngineError,
     EngineOutput,
     EngineRequest,
     ErrorKind,
@@ -35,7 +32,7 @@ from serve_app.engine.protocol import (
     OutputSink,
     prompt_outputs,
 )
-from serve_app.engine.reports import EngineMeters, Outbox, pin_samples
+from serve_app.engine.reports import pin_samples
 from serve_app.engine.scheduling.sequence import check_request, possible
 from serve_app.engine.settings import STALL_AFTER_S
 from serve_app.engine.step import ceil_div
@@ -57,16 +54,13 @@ _RESET_TOLD_S = 10.0
 """How long to wait for vLLM's events to report a reset."""
 
 
-class VllmEngine:
+class VllmEngine(OutsideEngine):
     """Continuous batching by vLLM in child processes; satisfies ``protocol.Engine``."""
 
     def __init__(self, settings: VllmSettings, event_sink: EventSink) -> None:
         """Start vLLM, which takes half a minute or more. Raises the errors of ``VllmFrontend``."""
+        super().__init__(settings, time.monotonic)
         self.settings = settings
-        self._lock = threading.Lock()
-        self._meters = EngineMeters()
-        self._load = LoadMirror(settings, self._meters)
-        self._stopping = False
         self._progress_s = time.monotonic()
         self._host_loads, self._host_bytes = Histogram(LOAD_BUCKETS_S), 0.0
         self._endpoints = EventEndpoints.create()
@@ -79,7 +73,7 @@ class VllmEngine:
         self.facts = facts = self._frontend.facts
         self.off = off = self._frontend.off
         self.settings = settings = self._frontend.settings
-        self._outbox = Outbox(lambda: self._frontend.loop.call_soon(self._outbox.deliver))
+        self._loop = self._frontend.loop
         self._pool = VllmPool(settings.block_size, facts.num_blocks)
         self._told = settings.enable_prefix_caching and "predictions" not in off
         group = settings.data_parallel
@@ -129,47 +123,24 @@ class VllmEngine:
             max_blocks=self._most_blocks,
             block_size=size,
         )
-        told = tenant_args(request.tenant, request.order, request.expected_tokens)
-        told |= scope_args(request.root, request.scope.public_blocks * size, store_kv=request.store_kv)
-        params = vllm_sampling(request, told, exact=self.settings.exact, off=self.off)
-        ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
-        chain = request.block_hashes or extend_chain(request.root, request.scope.public_blocks, ids, size)
-        known = self._pool.hit(chain, (len(ids) - 1) // size) * size if request.reads_kv else 0
+        extra = tenant_args(request.tenant, request.order, request.expected_tokens)
+        extra |= scope_args(request.root, request.scope.public_blocks * size, store_kv=request.store_kv)
+        params = vllm_sampling(request, extra, exact=self.settings.exact, off=self.off)
         if request.store_kv:
             self.transfer.note_owner(request.root, request.scope, request.tenant)
-        if request.remote_kv is not None:
-            known = max(known, request.remote_kv.tokens)
-        with self._lock:
-            if self._stopping:
-                raise EngineError("the engine is stopped")
-            if request.request_id in self._load.live:
-                raise ValueError(f"request id {request.request_id!r} is in use")
-            self._load.check(request.tenant)
-            self.adapters.pin(request.scope.lora)
-            now_s = time.monotonic()
-            if not self._load.live:
-                self._progress_s = now_s
-            asked = structs.replace(request, token_ids=ids, block_hashes=chain)
-            live = LiveRequest(asked, sink, params, now_s, len(ids) - known)
-            self._load.arrived(live)
-            self._frontend.loop.call_soon_threadsafe(self._begin, live)
+        self._enter(request, sink, self._pool, size, params)
 
-    def cancel(self, request_id: str) -> None:
-        """Drop a request (any thread); its blocks are free within one step. Unknown ids are ignored."""
-        with self._lock:
-            live = self._load.live.get(request_id)
-        if live is not None:
-            self._frontend.loop.call_soon_threadsafe(lambda: live.task is not None and live.task.cancel())
+    def _entering(self, request: EngineRequest) -> None:
+        self.adapters.pin(request.scope.lora)
+        if not self._load.live:
+            self._progress_s = time.monotonic()
 
     def load(self) -> LoadReport:
         """Return the load as of the last step, plus all requests submitted since."""
+        report = super().load()
         with self._lock:
-            report, load_s = self._load.report(time.monotonic()), self._host_loads.total
-            if load_s:
-                report = structs.replace(
-                    report, tier_tokens_per_s=self._host_blocks_loaded() * self.settings.block_size / load_s
-                )
-            return report
+            blocks, load_s = self._host_blocks_loaded(), self._host_loads.total
+        return structs.replace(report, tier_tokens_per_s=blocks * self.settings.block_size / load_s if load_s else 0.0)
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
@@ -244,7 +215,7 @@ class VllmEngine:
         with self._lock:
             for live in self._load.live.values():
                 if live.request.remote_kv is not None:
-                    self._frontend.loop.call_soon_threadsafe(live.woken.set)
+                    self._loop.call_soon_threadsafe(live.woken.set)
 
     def healthy(self) -> bool:
         """Return whether vLLM's core and the listener live, and no request has stalled."""
@@ -267,11 +238,6 @@ class VllmEngine:
             kept += ceil_div(ahead, size) * len(facts.groups)
         longest = range(facts.max_model_len // size + 2)
         return bisect(longest, facts.num_blocks - kept, key=lambda blocks: facts.blocks_for(blocks * size)) - 1
-
-    def _begin(self, live: LiveRequest) -> None:
-        if not live.ended:
-            live.task = asyncio.get_running_loop().create_task(self._generate(live))
-            live.task.add_done_callback(lambda task: self._settle(live, task))
 
     async def _generate(self, live: LiveRequest) -> None:
         request = live.request
@@ -306,18 +272,10 @@ class VllmEngine:
         with self._lock:
             self._load.copies()
 
-    def _settle(self, live: LiveRequest, task: asyncio.Task[None]) -> None:
-        """End a request if its task ended before its answer."""
-        error = None if task.cancelled() else task.exception()
-        if task.cancelled():
-            self._end(live, "cancelled")
-        elif isinstance(error, TimeoutError):
-            self._end(live, "timeout", message="The answer took too long; ask for fewer tokens.")
-        else:
-            # A dead core fails all its requests. Other replicas can go on with them, until this one is replaced.
-            kind: ErrorKind = "unavailable" if self._frontend.errored else "failed"
-            why = f"vLLM failed: {type(error).__name__}" if error else "vLLM ended it"
-            self._end(live, "error", error=kind, message=why)
+    def _failure(self, live: LiveRequest, error: BaseException | None) -> tuple[ErrorKind, str]:
+        # A dead core fails all its requests. Other replicas can go on with them, until this one is replaced.
+        kind: ErrorKind = "unavailable" if self._frontend.errored else "failed"
+        return kind, f"vLLM failed: {type(error).__name__}" if error else "vLLM ended it"
 
     def _take(self, live: LiveRequest, part: Generated) -> None:
         request, sampling = live.request, live.request.sampling
@@ -326,8 +284,8 @@ class VllmEngine:
             kind, _, why = part.failure.partition(": ")
             self._end(live, "error", error="grammar" if kind == "grammar" else "failed", message=why)
             return
-        for told in prompt_outputs(request.request_id, part.prompt_logprobs):
-            self._outbox.add(live.sink, told)
+        for output in prompt_outputs(request.request_id, part.prompt_logprobs):
+            self._outbox.add(live.sink, output)
         ids = part.token_ids if sampling.max_tokens else ()
         reason = _REASONS.get(part.finish_reason, "error")
         if reason == "stop" and not sampling.max_tokens:
@@ -359,30 +317,16 @@ class VllmEngine:
             self._load.begun(live, cached)
         return FirstToken(cached, part.queue_s, live.save)
 
-    def _end(
-        self,
-        live: LiveRequest,
-        reason: FinishReason,
-        *,
-        output: EngineOutput | None = None,
-        error: ErrorKind = "failed",
-        message: str = "",
-    ) -> None:
-        """End a request once: release all that it holds, and report its end."""
-        if live.ended:
-            return
-        request = live.request
+    def _leaving(self, live: LiveRequest, reason: FinishReason) -> None:
         with self._lock:
             self._load.ended(live, left=reason == "cancelled")
-        self.adapters.unpin(request.scope.lora)
-        self._meters.finished[reason] += 1
-        last = output or EngineOutput(request.request_id)
-        last.end(reason, error, message)
+        self.adapters.unpin(live.request.scope.lora)
+
+    def _last(self, live: LiveRequest, last: EngineOutput) -> None:
         if live in self._load.left:  # nobody waits for its tokens
-            self._frontend.loop.call_later(LAST_STEP_S, self._report_left)
+            self._loop.call_later(LAST_STEP_S, self._report_left)
         else:
-            last.prefilled = live.prefilled
-            self._outbox.add(live.sink, last)
+            super()._last(live, last)
 
     def _report_left(self) -> None:
         """End the requests that were left, now that the step at that time is over."""
@@ -391,17 +335,6 @@ class VllmEngine:
         for live in left:
             last = EngineOutput(live.request.request_id, finish_reason="cancelled", prefilled=live.prefilled)
             self._outbox.add(live.sink, last)
-
-    async def _end_all(self) -> None:
-        with self._lock:
-            requests = list(self._load.live.values())
-        for live in requests:
-            self._end(live, "error", message="the engine was stopped")
-        tasks = [live.task for live in requests if live.task is not None]
-        for task in tasks:
-            task.cancel()
-        self._outbox.deliver()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _stepped(
         self, running: int, kv_usage: float, prompt_tokens: int, duration_s: float, loads: tuple[float, float]

@@ -20,6 +20,7 @@ from router.protocol.block_hash import PrefixScope
 from serve_app.engine.protocol import AdapterSpec, EngineOutput, to_wire
 from serve_app.engine.remote import asking
 from serve_app.engine.remote import engine as remote
+from serve_app.engine.remote import seat as seat_module
 from serve_app.engine.remote.answers import REFUSED
 from tests.harness.worker_double import Handler, Here, Lie, doubles
 from tests.serve_app.engine.remote.test_remote import PROMPT, VOCAB, Outputs, Seat, answer_to, seated, until
@@ -124,7 +125,7 @@ def event(*ids: Any, finish: str | None = None, **more: Any) -> bytes:
 def patient() -> Iterator[None]:
     """No server is late for the replica's looks, however busy the machine is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote, "MISSED", 10_000)
+        patch.setattr(seat_module, "MISSED", 10_000)
         yield
 
 
@@ -239,7 +240,7 @@ def test_an_endless_answer_ends_one_request_and_little_of_it_is_read(server: Her
 
 
 def test_endless_facts_are_read_up_to_a_bound_and_the_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "LOOK_S", 0.02)
+    monkeypatch.setattr(seat_module, "LOOK_S", 0.02)
     with doubles(1) as (server,):
         floods = {path: Flood() for path in ("/metrics", "/version", "/openapi.json", "/tokenize", "/health")}
         server.lies |= floods

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
 from serve_app.config.workers import listed, worker_of
 from serve_app.engine.protocol import AdapterSpec, EngineOutput, RequestTooLong, UnknownAdapter
 from serve_app.engine.remote import engine as remote
+from serve_app.engine.remote import seat as seat_module
 from serve_app.engine.remote.engine import RemoteEngine
 from serve_app.engine.remote.settings import RemoteSettings
 from serve_app.engine.sampling_params import TokenRules
@@ -44,10 +45,10 @@ class Outputs(Collector):
 class Seat(RemoteEngine):
     """An engine, what its routers hear, and shorthands."""
 
-    def __init__(self, *entries: str, **settings: Any) -> None:
+    def __init__(self, *entries: str, outside: Mapping[str, Any] | None = None, **settings: Any) -> None:
         self.routers = Routers()
         chosen = {"model": "demo", "model_name": "demo", "vocab_size": VOCAB, "max_model_len": 4096, **settings}
-        super().__init__(RemoteSettings(entries, **chosen), self.routers)
+        super().__init__(RemoteSettings(entries, **chosen), self.routers, **(outside or {}))
 
     def fit(self) -> None:
         until(lambda: not self.load().out)
@@ -248,8 +249,8 @@ def test_a_constrained_answer_is_computed_again_and_goes_on_where_it_was() -> No
 
 
 def test_a_frozen_server_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "HEALTH_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
-    monkeypatch.setattr(remote, "LOOK_S", 0.05)
+    monkeypatch.setattr(seat_module, "HEALTH_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
+    monkeypatch.setattr(seat_module, "LOOK_S", 0.05)
     with processes(1, token_s=0.02) as (server,), seated(server.entry) as seat:
         seat.fit()
         out = Outputs()
@@ -329,7 +330,7 @@ def cut_off(server: Here) -> Iterator[tuple[str, Callable[..., None]]]:
 def test_each_replica_has_a_worker_of_its_own_and_takes_another_when_the_list_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "LOOK_S", 0.05)
+    monkeypatch.setattr(seat_module, "LOOK_S", 0.05)
     claims: dict[str, int] = {}
 
     def claim(me: int) -> Callable[[Sequence[str], str], str]:
@@ -425,10 +426,10 @@ def test_a_trial_that_fails_in_an_unforeseen_way_leaves_nobody_who_follows(monke
         if left:
             raise RuntimeError
 
-    monkeypatch.setattr(remote, "LOOK_S", 0.05)
+    monkeypatch.setattr(seat_module, "LOOK_S", 0.05)
     with doubles(1) as (server,):
         seat = Seat(server.entry)
-        monkeypatch.setattr(seat, "_trial", failing)
+        monkeypatch.setattr(seat.seat, "_trial", failing)
         seat.start()
         try:
             until(lambda: "RuntimeError" in seat.load().out)

@@ -17,8 +17,8 @@ from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.remote import engine as remote
 from serve_app.engine.remote.adapters import LOAD_TIMEOUT
 from serve_app.engine.remote.asking import END_S
-from serve_app.engine.remote.engine import HEALTH_TIMEOUT, LOOK_S, MISSED, TRIAL_S
 from serve_app.engine.remote.reading import PROBE_TIMEOUT
+from serve_app.engine.remote.seat import HEALTH_TIMEOUT, LOOK_S, MISSED, TRIAL_S
 from tests.serve_app.engine.remote.test_remote import PROMPT, Outputs, Seat
 from tests.serve_app.engine.tiny import request
 from tests.serve_app.replica.loops import run_at_once
@@ -91,18 +91,22 @@ def in_its_time(
     async def run() -> None:
         loop = asyncio.get_running_loop()
         there = worker or Worker()
-        seat = Seat(URL, enable_prefix_caching=False, **settings)
-        seat._loop.close()
-        seat._loop, seat._clock, seat._open_http = loop, loop.time, lambda _: there  # type: ignore[assignment,return-value]
-        await seat._begin_attending()
+        opened: Any = lambda _: there  # noqa: E731
+        seat = Seat(
+            URL,
+            outside={"clock": loop.time, "open_http": opened, "loop": loop},
+            enable_prefix_caching=False,
+            **settings,
+        )
+        await seat.seat.begin()
         await script(seat, there)
-        await seat._end_all()
+        await seat.close()
 
     run_at_once(run())
 
 
 async def fit(seat: Seat) -> None:
-    while seat._out:  # noqa: ASYNC110
+    while seat.seat.out:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
@@ -137,15 +141,15 @@ def test_a_worker_that_is_late_some_times_in_a_row_is_dead(factor: float) -> Non
         began_s = now_s()
         worker.late_s["/health"] = lambda: HEALTH_S * factor
         await asyncio.sleep((MISSED - 1) * (HEALTH_S + LOOK_S) + HEALTH_S * 0.9)
-        assert seat._out == "", "one late answer less is no death"
+        assert seat.seat.out == "", "one late answer less is no death"
         worker.late_s["/v1/models"] = lambda: 1e6
         await asyncio.sleep(LOOK_S + HEALTH_S)
-        assert seat._out == ("" if factor < 1 else f"{URL} does not answer")
+        assert seat.seat.out == ("" if factor < 1 else f"{URL} does not answer")
         await asyncio.sleep(1000 * HEALTH_S - now_s() + began_s)
-        assert bool(seat._out) == (factor > 1)
+        assert bool(seat.seat.out) == (factor > 1)
         worker.late_s.clear()
         await asyncio.sleep(PROBE_S + 2 * LOOK_S)
-        assert seat._out == "", "it is back"
+        assert seat.seat.out == "", "it is back"
 
     in_its_time(script)
 
@@ -156,15 +160,15 @@ def test_a_worker_that_is_late_now_and_then_or_that_sends_tokens_lives() -> None
         turn = iter(range(1_000_000))
         worker.late_s["/health"] = lambda: HEALTH_S * 2 * (next(turn) % MISSED > 0)
         await asyncio.sleep(1000)
-        assert seat._out == ""
+        assert seat.seat.out == ""
         worker.late_s["/health"] = lambda: 1e6
         worker.pieces = [(0.5, event(20))] * 2000
         out = Outputs()
         seat.submit(request("a", PROMPT, 3900), out)
         await asyncio.sleep(900)
-        assert (seat._out, len(out.tokens["a"]) > 1700) == ("", True)
+        assert (seat.seat.out, len(out.tokens["a"]) > 1700) == ("", True)
         await asyncio.sleep(100 + (MISSED + 2) * (HEALTH_S + LOOK_S))
-        assert (seat._out != "", out.kinds["a"]) == (True, "unavailable")
+        assert (seat.seat.out != "", out.kinds["a"]) == (True, "unavailable")
 
     in_its_time(script)
 
@@ -176,9 +180,9 @@ def test_a_trial_ends_in_time(factor: float) -> None:
     async def script(seat: Seat, worker: Worker) -> None:
         await asyncio.sleep(TRIAL_S + LOOK_S / 2)
         unfit = f"{URL} does not answer a short prompt within {TRIAL_S:g} s"
-        assert seat._out == ("" if factor < 1 else unfit)
+        assert seat.seat.out == ("" if factor < 1 else unfit)
         await asyncio.sleep(LOOK_S)
-        assert seat._out == "", "it is tried again"
+        assert seat.seat.out == "", "it is tried again"
 
     in_its_time(script, Worker({"/v1/completions": lambda: next(late, 0.0)}))
 
@@ -190,9 +194,9 @@ def test_facts_are_waited_for_in_time(path: str, factor: float) -> None:
 
     async def script(seat: Seat, worker: Worker) -> None:
         await asyncio.sleep(PROBE_S * 1.02)
-        assert seat._out == ("" if factor < 1 or path != "/v1/models" else f"{URL} does not answer (TimeoutError)")
+        assert seat.seat.out == ("" if factor < 1 or path != "/v1/models" else f"{URL} does not answer (TimeoutError)")
         await asyncio.sleep(LOOK_S)
-        assert seat._out == ""
+        assert seat.seat.out == ""
 
     in_its_time(script, Worker({path: lambda: next(late, 0.0)}))
 
@@ -264,11 +268,11 @@ def test_loads_end_with_the_seat() -> None:
         worker.late_s["/v1/load_lora_adapter"] = lambda: 300.0
         out, ended = ask(seat, "a", scope=PrefixScope("tiny", "slow@1"))
         await asyncio.sleep(1.0)
-        assert seat._loads._loads
-        seat._leave("gone")
+        assert seat.seat.loads.loading
+        seat.seat.leave("gone")
         await ended.wait()
         await asyncio.sleep(0)
-        assert (out.errors["a"], seat._loads._loads, seat._loaded) == (remote.AWAY, {}, {})
+        assert (out.errors["a"], seat.seat.loads.loading) == (remote.AWAY, ())
 
     in_its_time(script)
 
@@ -287,7 +291,7 @@ def test_a_worker_that_comes_back_with_an_adapter_of_its_own_is_not_told_to_repl
             assert len(asked) == loads, "the other version that it names is unloaded and loaded"
             if version == "2":
                 worker.late_s["/health"] = lambda: 1e6
-                while not seat._out:  # noqa: ASYNC110
+                while not seat.seat.out:  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_S)
                 worker.late_s.clear()
                 worker.cards = [*CARDS, {"id": "poet", "owned_by": "vllm", "parent": "demo"}]
