@@ -16,11 +16,11 @@ from msgspec import structs
 from benchmarks.common.report import parser_of, percentile, progress, spread, write
 from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope, TokenArray
-from router.protocol.events import LoadReport
 from router.settings import RouterSettings
 from serve_app.batch.order import LANES, LineRunner, as_given, beginnings, grouped
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, SamplingParams
+from serve_app.engine.reports import LoadReports, PrefillRate
 from serve_app.engine.runner.simulated_runner import CostModel
 from serve_app.engine.scheduling.scheduler import Scheduler, yields
 from serve_app.engine.scheduling.sequence import SequenceState
@@ -105,13 +105,13 @@ class BatchReplica:
         self.cache = PrefixCache(settings.num_blocks, settings.block_size, clock=self.clock.time)
         self.scheduler = Scheduler(settings, self.cache)
         self.cost = CostModel(prefill_tokens_per_s=self.workload.prefill_tokens_per_s)
-        self.admitted = 0
+        rate = PrefillRate(self.cost.prefill_tokens_per_s)
+        self.reports = LoadReports(self.workload.max_num_seqs, 256, lambda: rate)
 
     async def answer(self, request: EngineRequest) -> float:
         """Answer a request; return its time to first token."""
         sequence = SequenceState(request, lambda _: None, request.block_hashes, self.clock.time())
-        if request.decision is not None:
-            self.admitted = max(self.admitted, request.decision.reservation)
+        self.reports.arrived(request.decision)
         self.scheduler.add(sequence)
         end = self.ends[request.request_id] = asyncio.get_running_loop().create_future()
         self.news.set()
@@ -154,10 +154,9 @@ class BatchReplica:
         prefilling = [sequence for sequence in scheduler.running if sequence.prefilling]
         others = (sequence for sequence in (*waiting, *prefilling) if not yields(sequence))
         queued = sum(sequence.uncached_tokens(16) for sequence in others)
-        load = LoadReport(
-            queued, len(scheduler.running), len(waiting), self.workload.max_num_seqs, 256,
-            self.cost.prefill_tokens_per_s, {self.core.router_id: self.admitted}, taken_at_s=self.clock.time(),
-        )  # fmt: skip
+        load = self.reports.report(
+            self.clock.time(), queued_tokens=queued, running=len(scheduler.running), waiting=len(waiting)
+        )
         self.core.apply(self.name, (*self.cache.take_events(), load))
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 
+from msgspec import structs
+
 from benchmarks.common.trace import token_ids_of
 from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.settings import SCOPE, ClusterSettings, SimulatedRequest
@@ -15,6 +17,7 @@ from router.protocol.events import Event, LoadReport
 from router.protocol.request import Decision
 from router.settings import DEFAULTS
 from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.engine.reports import LoadReports, PrefillRate
 from serve_app.engine.scheduling.scheduler import AGING_SHARE, PREFILL_S
 from serve_app.replica.reporter import NEWS_PAUSE_S
 from serve_app.replica.session_gate import Admission
@@ -68,11 +71,11 @@ class SimulatedReplica:
     _overtaken: list[Job] = field(default_factory=list)
     _link_free_s: float = 0.0
     _report_due_s: float = inf
-    _last_reservation: dict[str, int] = field(default_factory=dict)
     _look_s: float = inf
 
     def __post_init__(self) -> None:
         settings = self.settings
+        self._reports = LoadReports(0, 0, lambda: PrefillRate(settings.prefill_tokens_per_s))
         self.cache = PrefixCache(settings.blocks, settings.block_size)
         self.sessions = Sessions(settings.block_size, self.clock, lambda: settings.prefill_tokens_per_s)
         self._admission = Admission(
@@ -93,7 +96,7 @@ class SimulatedReplica:
                 return load
         tokens = token_ids_of(request.trace.hash_ids, request.trace.prompt_tokens, self.settings.block_size)
         job = Job(request, decision, request.trace.arrival_s / self.settings.speed, tokens)
-        self._last_reservation[decision.router_id] = decision.reservation
+        self._reports.arrived(decision)
         self._hint(job)
         self.waiting.append(job)
         size = self.settings.block_size
@@ -126,18 +129,14 @@ class SimulatedReplica:
             )
         else:
             committed = sum(job.uncached_tokens for job in started)
-        return LoadReport(
-            queued_prefill_tokens=sum(job.uncached_tokens for job in unfinished),
-            running_sequences=self.decoding,
-            waiting_sequences=len(unfinished),
-            max_running_sequences=0,
-            max_waiting_sequences=0,
-            prefill_tokens_per_s=self.settings.prefill_tokens_per_s,
-            admitted=dict(self._last_reservation),
-            committed_prefill_tokens=committed,
-            pull_tokens_per_s=self.settings.pull_tokens_per_s if self.pulls else 0.0,
-            taken_at_s=self.clock.now_s,
+        report = self._reports.report(
+            self.clock.now_s,
+            queued_tokens=sum(job.uncached_tokens for job in unfinished),
+            running=self.decoding,
+            waiting=len(unfinished),
+            committed=(committed, 1),
         )
+        return structs.replace(report, pull_tokens_per_s=self.settings.pull_tokens_per_s if self.pulls else 0.0)
 
     def _report(self) -> None:
         """Publish cache events at once, and the load together with other changes of the next moment."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from router.protocol.events import LoadReport
 from router.protocol.samples import Labels, Sample
 from serve_app.engine.protocol import EngineRequest, OutputSink, Prefilled, QueueFull, SaveResult
-from serve_app.engine.reports import EngineMeters, RouterReservations, retry_after_s
+from serve_app.engine.reports import EngineMeters, LoadReports, retry_after_s
 from serve_app.engine.scheduling.fair_queue import FairQueue
 from serve_app.fairness.queue import YIELDING_ORDER
 from serve_app.fairness.shares import Budget, Shares
@@ -75,14 +75,13 @@ class LoadMirror:
         """``turns``: whether waiting tenants take turns; False: first come, first served."""
         shares, limit = Shares(settings.tenant_shares), "max_waiting_requests"
         self.line = Budget(shares, lambda: settings.max_waiting_requests, limit, "engine")
-        self._settings = settings
         self._turns = turns
         self._turn_tokens = FairQueue(settings.max_num_batched_tokens).quantum_tokens
         self._meters = meters
         self.live: dict[str, LiveRequest] = {}
         self.left: list[LiveRequest] = []
         self._prefills: dict[str, LiveRequest] = {}
-        self._reservations = RouterReservations()
+        self._reports = LoadReports(settings.max_num_seqs, settings.max_waiting_requests, lambda: meters.prefill_rate)
         self._running = 0
         self._copies = 0
         self.kv_usage = 0.0
@@ -113,7 +112,7 @@ class LoadMirror:
         """Count a checked request."""
         request = live.request
         self.live[request.request_id] = self._prefills[request.request_id] = live
-        self._reservations.arrived(request.decision)
+        self._reports.arrived(request.decision)
         self.line.take(request.tenant, 1)
 
     def copies(self) -> None:
@@ -181,18 +180,14 @@ class LoadMirror:
         turns = self._turns and self.line.shares.several
         overtaken = list(filter(_overtaken, prefills))
         later, yielding = sum(prefill.uncached_tokens for prefill in overtaken), len(self._prefills) - len(prefills)
-        return LoadReport(
-            queued_prefill_tokens=queued,
-            running_sequences=self.running,
-            waiting_sequences=self.waiting,
-            max_running_sequences=self._settings.max_num_seqs,
-            max_waiting_sequences=self._settings.max_waiting_requests,
-            prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
-            prefill_rate_tokens=self._meters.prefill_rate_tokens,
-            admitted=self._reservations.admitted(),
-            committed_prefill_tokens=self._committed(prefills) if turns else queued - later,
-            committed_sequences=0 if turns else max(0, self.waiting - yielding - len(overtaken)),
-            taken_at_s=now_s,
+        committed = self._committed(prefills) if turns else queued - later
+        ahead = 0 if turns else max(0, self.waiting - yielding - len(overtaken))
+        return self._reports.report(
+            now_s,
+            queued_tokens=queued,
+            running=self.running,
+            waiting=self.waiting,
+            committed=(committed, ahead),
         )
 
     def _committed(self, prefills: Iterable[LiveRequest]) -> int:

@@ -1,4 +1,4 @@
-"""What every engine tells: counters and smoothed rates, the last reservation of each router, outputs by submitter.
+"""What every engine reports: counters and smoothed rates, its load, outputs by submitter.
 
 Counters' names are vLLM's suffixes under ``warmpath_``. Written by the engine's thread alone; any thread may read
 samples.
@@ -8,8 +8,9 @@ import logging
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import get_args
+from typing import NamedTuple, get_args
 
+from router.protocol.events import LoadReport
 from router.protocol.request import Decision
 from router.protocol.samples import Histogram, Labels, Mean, Rate, Sample
 from serve_app.cache.prefix.pins import Pins
@@ -93,9 +94,9 @@ class EngineMeters:
         return self._decode_line.base, self._decode_line.each
 
     @property
-    def prefill_rate_tokens(self) -> int:
-        """Prefill tokens behind ``prefill_tokens_per_s``, older ones with a lower weight."""
-        return round(self._prefill.amount)
+    def prefill_rate(self) -> "PrefillRate":
+        """The smoothed rate, and the tokens behind it, older ones with a lower weight."""
+        return PrefillRate.of(self._prefill)
 
     def admitted(self, tenant: str, prompt_tokens: int, cached_tokens: int, *, caching: bool) -> None:
         """Count a request's prefix-cache query once, when it is first scheduled."""
@@ -212,6 +213,51 @@ class RouterReservations:
     def admitted(self) -> dict[str, int]:
         """Return each router's last reservation."""
         return dict(self._last)
+
+
+class PrefillRate(NamedTuple):
+    """Prefill tokens per second, 0.0 while unknown, and the recent tokens behind it, 0 if it is not measured."""
+
+    tokens_per_s: float
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, measured: Rate) -> "PrefillRate":
+        """Return a measured rate."""
+        return cls(measured.per_s, round(measured.amount))
+
+
+class LoadReports:
+    """Builds the load reports of one replica, whatever computes there."""
+
+    def __init__(self, max_running: int, max_waiting: int, rate: Callable[[], PrefillRate]) -> None:
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._rate = rate
+        self._reservations = RouterReservations()
+
+    def arrived(self, decision: Decision | None) -> None:
+        """Note the arrival of a request that a router decided on; None: no router did."""
+        self._reservations.arrived(decision)
+
+    def report(
+        self, now_s: float, *, queued_tokens: int, running: int, waiting: int, committed: tuple[int, int] = (0, 1)
+    ) -> LoadReport:
+        """Return the load as one message. ``committed``: tokens and sequences before any newcomer (``LoadReport``)."""
+        tokens_per_s, rate_tokens = self._rate()
+        return LoadReport(
+            queued_prefill_tokens=queued_tokens,
+            running_sequences=running,
+            waiting_sequences=waiting,
+            max_running_sequences=self._max_running,
+            max_waiting_sequences=self._max_waiting,
+            prefill_tokens_per_s=tokens_per_s,
+            prefill_rate_tokens=rate_tokens,
+            admitted=self._reservations.admitted(),
+            committed_prefill_tokens=committed[0],
+            committed_sequences=committed[1],
+            taken_at_s=now_s,
+        )
 
 
 def retry_after_s(queued_tokens: int, prefill_tokens_per_s: float) -> float:

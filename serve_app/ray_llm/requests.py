@@ -9,9 +9,12 @@ from collections.abc import Callable, Collection
 from hashlib import sha256
 from threading import Lock
 
+from msgspec import structs
+
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision
 from router.protocol.samples import Rate
+from serve_app.engine.reports import LoadReports, PrefillRate
 
 DecisionKey = tuple[str, bytes]
 """A replica's id, and the ``request_key`` of a prompt."""
@@ -74,6 +77,7 @@ class Prefills:
         self._begun: list[bytes] = []
         self._busy_since_s = 0.0
         self._rate = Rate()
+        self._reports = LoadReports(max_running, 1 << 20, lambda: PrefillRate.of(self._rate))
 
     def arrived(self, request_id: str, uncached_tokens: int, key: bytes) -> None:
         """Note a request with this many prompt tokens to compute. ``key``: see ``request_key``."""
@@ -111,18 +115,11 @@ class Prefills:
             arrived, begun = b"".join(self._arrived), b"".join(self._begun)
             self._arrived, self._begun = [], []
             waiting = max(0, len(self._waiting) + len(self._running) - self._max_running)
-            return LoadReport(
-                queued_prefill_tokens=sum(tokens for tokens, _ in self._waiting.values()),
-                running_sequences=len(self._running),
-                waiting_sequences=waiting,
-                max_running_sequences=self._max_running,
-                max_waiting_sequences=1 << 20,
-                prefill_tokens_per_s=self._rate.per_s,
-                prefill_rate_tokens=round(self._rate.amount),
-                taken_at_s=self._clock(),
-                arrived=arrived,
-                begun=begun,
+            queued = sum(tokens for tokens, _ in self._waiting.values())
+            report = self._reports.report(
+                self._clock(), queued_tokens=queued, running=len(self._running), waiting=waiting
             )
+        return structs.replace(report, arrived=arrived, begun=begun)
 
 
 RecentAnswer = tuple[str, str, bytes, int, int, float]

@@ -32,6 +32,7 @@ from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
 from serve_app.checkpoints.sources import load_served_model
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import (
+    CheckpointInfo,
     EngineError,
     EngineOutput,
     EngineRequest,
@@ -125,13 +126,8 @@ class Replica:
         self._reporter = Reporter(self._load, self._stats, self._feed, self._config.load_report_interval_s)
         await self._adapters.preload()
         self._engine.start()
-        pool = self._config.num_blocks
-        room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
-        from_zero = not self._config.first_replicas
-        most = FROM_ZERO_TOKENS if from_zero else WARM_UP_TOKENS
-        tokens = min(most, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
         if not self._config.engine_traits.external:  # no strange server is warmed up, and none may be there yet
-            await self._warm_up(max(1, tokens), info.vocab_size, new_tokens=1 if from_zero else 4)
+            await self._warm_up(info)
         self._gate = SessionGate(self._engine, self._config)
         self._weights = TenantWeights(self._config.cache_shares, self._use_weights)
         context = serve.get_replica_context()
@@ -340,8 +336,18 @@ class Replica:
             kind = "grammar"
         return EngineOutput(request_id, error=kind, message=str(error))
 
-    async def _warm_up(self, tokens: int, vocab_size: int, new_tokens: int) -> None:
+    async def _warm_up(self, info: CheckpointInfo) -> None:
         """Run one short generation, so that lazy set-up does not delay the first request and rates are known."""
+        pool = self._config.num_blocks
+        room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
+        from_zero = not self._config.first_replicas
+        most = FROM_ZERO_TOKENS if from_zero else WARM_UP_TOKENS
+        tokens = min(most, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
+        await self._generate_once(max(1, tokens), info.vocab_size, new_tokens=1 if from_zero else 4)
+        # Keep the blocks that an earlier process left on disk.
+        await asyncio.to_thread(partial(self._engine.reset_prefix_cache, tiers=False))
+
+    async def _generate_once(self, tokens: int, vocab_size: int, new_tokens: int) -> None:
         scope = PrefixScope("warm-up", "", b"")
         request = EngineRequest(
             request_id="warm-up",
@@ -357,14 +363,12 @@ class Replica:
             self._running.forget("warm-up")
             if tokens == 1:
                 raise
-            await self._warm_up(tokens // 2, vocab_size, new_tokens)
+            await self._generate_once(tokens // 2, vocab_size, new_tokens)
             return
         end = await asyncio.wait_for(running.end, 120)
         self._running.forget("warm-up")
         if end.error:
             raise RuntimeError(f"the engine failed its warm-up: {end.message}")
-        # Keep the blocks that an earlier process left on disk.
-        await asyncio.to_thread(partial(self._engine.reset_prefix_cache, tiers=False))
 
 
 def for_other_weights(request: EngineRequest, fingerprint: str) -> EngineRequest:

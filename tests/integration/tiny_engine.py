@@ -21,7 +21,7 @@ from serve_app.engine.protocol import (
     Prefilled,
     SaveResult,
 )
-from serve_app.engine.reports import RouterReservations
+from serve_app.engine.reports import LoadReports, PrefillRate
 from serve_app.replica.replica import Replica
 
 
@@ -31,7 +31,7 @@ class TinyEngine(Engine):
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[EngineRequest, OutputSink] | None] = SimpleQueue()
         self._live: set[str] = set()
-        self._reservations = RouterReservations()
+        self._reports = LoadReports(64, 64, lambda: PrefillRate(0.0))
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
@@ -41,7 +41,7 @@ class TinyEngine(Engine):
         self._waiting.put(None)
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        self._reservations.arrived(request.decision)
+        self._reports.arrived(request.decision)
         self._live.add(request.request_id)
         self._waiting.put((request, sink))
 
@@ -49,7 +49,7 @@ class TinyEngine(Engine):
         self._live.discard(request_id)
 
     def load(self) -> LoadReport:
-        return LoadReport(0, len(self._live), 0, 64, 64, 0.0, self._reservations.admitted())
+        return self._reports.report(0.0, queued_tokens=0, running=len(self._live), waiting=0)
 
     def stats(self) -> StatsReport:
         return StatsReport(())

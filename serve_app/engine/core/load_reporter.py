@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from router.protocol.events import LoadReport
-from serve_app.engine.reports import EngineMeters, RouterReservations, retry_after_s
+from serve_app.engine.reports import EngineMeters, LoadReports, retry_after_s
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler, yields
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
@@ -44,7 +44,7 @@ class LoadReporter:
         self._scheduler = scheduler
         self._work: dict[str, _Work] = {}
         self._turns: dict[str, int] = {}
-        self._reservations = RouterReservations()
+        self._reports = LoadReports(settings.max_num_seqs, settings.max_waiting_requests, lambda: meters.prefill_rate)
         self._arrived: dict[str, SequenceState] = {}
         self.running = 0
         self.waiting = 0
@@ -55,7 +55,7 @@ class LoadReporter:
         self._arrived[request.request_id] = sequence
         self.waiting += 1
         self._add(sequence, _LAST, waits=True)
-        self._reservations.arrived(request.decision)
+        self._reports.arrived(request.decision)
 
     def entered(self, sequence: SequenceState) -> None:
         """Note that a request is in the scheduler now."""
@@ -94,19 +94,12 @@ class LoadReporter:
 
     def report(self, now_s: float) -> LoadReport:
         """Return the load as one message."""
-        committed_tokens, committed_sequences = self._committed(now_s)
-        return LoadReport(
-            queued_prefill_tokens=self._queued_before_others(),
-            running_sequences=self.running,
-            waiting_sequences=self.waiting,
-            max_running_sequences=self._settings.max_num_seqs,
-            max_waiting_sequences=self._settings.max_waiting_requests,
-            prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
-            prefill_rate_tokens=self._meters.prefill_rate_tokens,
-            admitted=self._reservations.admitted(),
-            committed_prefill_tokens=committed_tokens,
-            committed_sequences=committed_sequences,
-            taken_at_s=now_s,
+        return self._reports.report(
+            now_s,
+            queued_tokens=self._queued_before_others(),
+            running=self.running,
+            waiting=self.waiting,
+            committed=self._committed(now_s),
         )
 
     def retry_after_s(self) -> float:

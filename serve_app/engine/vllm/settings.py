@@ -148,24 +148,15 @@ def engine_arguments(
 
     ``off``: capabilities that this vLLM does not allow.
     """
-    blocks = settings.num_blocks
-    arguments: dict[str, Any] = {
+    return {
         "model": settings.model,
         "dtype": settings.dtype,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # else the model's own temperature and top-p would apply by default
         "max_model_len": settings.max_model_len,
-        "block_size": settings.block_size,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "enable_prefix_caching": settings.enable_prefix_caching,
-        "prefix_caching_hash_algo": "sha256",  # collision-proof: vLLM compares no tokens
-        # Copies need all KV in one group: a prefix is sent in parts, of which windows hold the last one alone, and vLLM
-        # stops for good if a load into several groups fails. Without them the layers' groups are vLLM's own.
-        "disable_hybrid_kv_cache_manager": True if settings.copies else None,
-        "prefix_cache_retention_interval": None,  # else events of windows and states do not identify their blocks
         "enforce_eager": settings.enforce_eager,
-        "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
         "max_logprobs": 20,  # the limit of OpenAI's API
         "worker_extension_cls": "serve_app.engine.vllm.sampling.processor.SamplingExtension",
         "additional_config": {
@@ -178,33 +169,46 @@ def engine_arguments(
         "enable_logging_iteration_details": True,  # reports the prompt tokens computed by each step
         "disable_log_stats": True,
         "enable_log_requests": False,  # requests hold the tenants' roots
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        **_pool_arguments(settings, on_cpu=on_cpu),
+        **_event_arguments(settings, endpoints),
+        **_connector_arguments(settings, endpoints),
+        **_rank_arguments(settings, on_cpu=on_cpu),
+        **_draft_arguments(settings),
+        **_lora_arguments(settings),
     }
-    if settings.enable_prefix_caching:
-        arguments["kv_events_config"] = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": endpoints.publish,
-            "replay_endpoint": endpoints.replay,
-        }
-    if (group := settings.data_parallel) is not None:
-        arguments |= {
-            "data_parallel_size": group.size,
-            "data_parallel_rank": group.rank,
-            "data_parallel_address": "127.0.0.1",
-            "data_parallel_rpc_port": group.port,
-        }
-    if settings.ranks > 1 or group is not None:
-        arguments["distributed_executor_backend"] = "mp"  # not Ray's, which vLLM would choose in a placement group
-    elif on_cpu:
-        arguments["distributed_executor_backend"] = EXECUTOR  # for a GPU vLLM's own choice is as good
-    if settings.speculative_config:
-        arguments |= {
-            "speculative_config": dict(settings.speculative_config),
-        }
-        if settings.exact:
-            arguments["async_scheduling"] = False  # positions are known only once a step's accepted drafts are
+
+
+def _pool_arguments(settings: VllmSettings, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments of the pool: its blocks, how they are named and grouped, and their number or bytes."""
+    blocks = settings.num_blocks
+    arguments: dict[str, Any] = {
+        "block_size": settings.block_size,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "prefix_caching_hash_algo": "sha256",  # collision-proof: vLLM compares no tokens
+        # Copies need all KV in one group: a prefix is sent in parts, of which windows hold the last one alone, and vLLM
+        # stops for good if a load into several groups fails. Without them the layers' groups are vLLM's own.
+        "disable_hybrid_kv_cache_manager": True if settings.copies else None,
+        "prefix_cache_retention_interval": None,  # else events of windows and states do not identify their blocks
+        "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
+    }
+    if blocks is not None:
+        arguments["num_gpu_blocks_override"] = blocks + 1  # one is vLLM's null block
+    if on_cpu and blocks is not None:
+        arguments["kv_cache_memory_bytes"] = settings.block_bytes * (blocks + 1) // settings.ranks  # vLLM's is per rank
+    elif settings.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes // settings.ranks
+    return arguments
+
+
+def _event_arguments(settings: VllmSettings, endpoints: EventEndpoints) -> dict[str, Any]:
+    if not settings.enable_prefix_caching:
+        return {}
+    events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    return {"kv_events_config": events | {"endpoint": endpoints.publish, "replay_endpoint": endpoints.replay}}
+
+
+def _connector_arguments(settings: VllmSettings, endpoints: EventEndpoints) -> dict[str, Any]:
+    """Return the argument of the KV connectors: ours for copies and pins, vLLM's own for host memory."""
     connectors: list[dict[str, Any]] = []
     if settings.transfer:
         connectors.append(
@@ -217,25 +221,53 @@ def engine_arguments(
         )
     if settings.kv_offloading_size:
         connectors.append(offloading_connector(settings.kv_offloading_size, settings.offloading))
-    if connectors:
-        children = {"kv_connector_extra_config": {"connectors": connectors}}
-        both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **children}
-        one = both if len(connectors) > 1 else connectors[0]
-        arguments["kv_transfer_config"] = {**one, "kv_load_failure_policy": "recompute"}
-    if blocks is not None:
-        arguments["num_gpu_blocks_override"] = blocks + 1  # one is vLLM's null block
-    if on_cpu and blocks is not None:
-        arguments["kv_cache_memory_bytes"] = settings.block_bytes * (blocks + 1) // settings.ranks  # vLLM's is per rank
-    elif settings.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes // settings.ranks
-    if settings.lora:
+    if not connectors:
+        return {}
+    children = {"kv_connector_extra_config": {"connectors": connectors}}
+    both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **children}
+    one = both if len(connectors) > 1 else connectors[0]
+    return {"kv_transfer_config": {**one, "kv_load_failure_policy": "recompute"}}
+
+
+def _rank_arguments(settings: VllmSettings, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments of the processes that compute."""
+    group = settings.data_parallel
+    arguments: dict[str, Any] = {
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+    }
+    if group is not None:
         arguments |= {
-            "enable_lora": True,
-            "max_loras": settings.max_loras,
-            "max_cpu_loras": settings.max_cpu_loras,
-            "max_lora_rank": lora_rank(settings.max_lora_rank),
+            "data_parallel_size": group.size,
+            "data_parallel_rank": group.rank,
+            "data_parallel_address": "127.0.0.1",
+            "data_parallel_rpc_port": group.port,
         }
+    if settings.ranks > 1 or group is not None:
+        arguments["distributed_executor_backend"] = "mp"  # not Ray's, which vLLM would choose in a placement group
+    elif on_cpu:
+        arguments["distributed_executor_backend"] = EXECUTOR  # for a GPU vLLM's own choice is as good
     return arguments
+
+
+def _draft_arguments(settings: VllmSettings) -> dict[str, Any]:
+    if not settings.speculative_config:
+        return {}
+    arguments: dict[str, Any] = {"speculative_config": dict(settings.speculative_config)}
+    if settings.exact:
+        arguments["async_scheduling"] = False  # positions are known only once a step's accepted drafts are
+    return arguments
+
+
+def _lora_arguments(settings: VllmSettings) -> dict[str, Any]:
+    if not settings.lora:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": settings.max_loras,
+        "max_cpu_loras": settings.max_cpu_loras,
+        "max_lora_rank": lora_rank(settings.max_lora_rank),
+    }
 
 
 def offloading_connector(size_gib: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -107,69 +107,53 @@ class TenantTurns:
 
         Requests with a priority below 0 are copies of KV, which go first without limits.
         """
-        step = _Step(Budget(self.shares, lambda: self._places), Budget(self.shares, lambda: self._blocks), pool)
-        lines: dict[str, deque[Any]] = {}
-        yielding: dict[str, deque[Any]] = {}
-        decodes: Counter[str] = Counter()
-        answering: set[str] = set()
-        unstarted = 0
         runs = set(map(tenant_of, running))
+        step = _Step(Budget(self.shares, lambda: self._places), Budget(self.shares, lambda: self._blocks), pool)
         for tenant, blocks in in_use.items():
             step.blocks.take(tenant if tenant in runs else "", blocks)  # with pins alone it may start all that fits
         for request in running:
-            if request.priority < 0:
-                continue
-            tenant = tenant_of(request)
-            step.places.take(tenant, 1)
-            held = self._blocks_for(request.num_computed_tokens)
-            reserved = max(0, self.blocks_of(request) - held)
-            step.blocks.take(tenant, reserved)
-            if yields(request):
-                step.able.append((request, held + reserved))
-            if request.is_prefill_chunk:
-                step.plan.limits[request.request_id] = 0
-                step.left[request.request_id] = request.num_tokens - request.num_computed_tokens
-                (yielding if yields(request) else lines).setdefault(tenant, deque()).append(request)
-            else:
-                decodes[tenant] += 1 + len(request.spec_token_ids)
-                if not yields(request):
-                    answering.add(tenant)
+            if request.priority >= 0:
+                held = self._blocks_for(request.num_computed_tokens)
+                step.runs(request, held, max(0, self.blocks_of(request) - held))
         for request in waiting:
-            if request.priority < 0:
-                step.plan.starts.append(request)
-            else:
-                (yielding if yields(request) else lines).setdefault(tenant_of(request), deque()).append(request)
-                unstarted += not yields(request)
-        for tenant in lines.keys() | yielding.keys() | decodes.keys():
+            step.waits(request)
+        for tenant in step.lines.keys() | step.yielding.keys() | step.decodes.keys():
             self.shares.touch(tenant)
-        if beside := bool(lines or answering):
+        if beside := bool(step.lines or step.answering):
             self._others_s = self._clock()
+        self._serve(step, runs, gentle_tokens, places=len(running) < self._places)
+        if step.yielding:
+            self._serve_yielding(step, gentle_tokens, beside=beside)
+        return step.plan
+
+    def _serve(self, step: "_Step", runs: Collection[str], gentle_tokens: int, *, places: bool) -> None:
+        """Plan the prompts that do not yield, by turns. ``runs``: tenants with requests; ``places``: some are free."""
         queue = self._fair_queue
-        queue.begin(lines, decodes)
-        heavy = set(filter(queue.is_heavy, lines))
-        starts = len(running) < self._places or bool(step.able)
-        served = answering | {tenant for tenant in lines if tenant not in heavy and (starts or tenant in runs)}
+        queue.begin(step.lines, step.decodes)
+        heavy = set(filter(queue.is_heavy, step.lines))
+        starts = places or bool(step.able)
+        light = {tenant for tenant in step.lines if tenant not in heavy and (starts or tenant in runs)}
         now_s = self._clock()
         recent = {tenant: at_s for tenant, at_s in self._served_s.items() if now_s - at_s < SOON_S}
-        self._served_s = recent | dict.fromkeys(served, now_s)
+        self._served_s = recent | dict.fromkeys(step.answering | light, now_s)
         # What others ask meanwhile waits for this step, for the one that vLLM schedules during it, and for its own.
         most = {tenant: gentle_tokens if self._served_s.keys() - {tenant} else LEAST_STEP_TOKENS for tenant in heavy}
-        left = self._max_tokens - decodes.total()
-        queue.hand_out(left, step.serve, most)
-        step.denied |= sum(not request.priority < 0 for request in step.plan.starts) < unstarted
-        if yielding:
-            left -= sum(step.plan.limits.values())
-            if beside:
-                left = min(left, BESIDE_TOKENS, gentle_tokens)
-            elif self._clock() - self._others_s < ALONE_AFTER_S:
-                left = min(left, LEAST_STEP_TOKENS)  # who comes waits for the end of this step, and of the next one
-            for one in step.plan.preempted:
-                if one.is_prefill_chunk:
-                    yielding[tenant_of(one)].remove(one)
-                    del step.plan.limits[one.request_id]
-            self._yielding_queue.begin({tenant: line for tenant, line in yielding.items() if line}, decodes)
-            self._yielding_queue.hand_out(left, step.serve)
-        return step.plan
+        queue.hand_out(self._max_tokens - step.decodes.total(), step.serve, most)
+        step.denied |= sum(not request.priority < 0 for request in step.plan.starts) < step.unstarted
+
+    def _serve_yielding(self, step: "_Step", gentle_tokens: int, *, beside: bool) -> None:
+        """Plan the prompts that yield with what the others left. ``beside``: of some that run or wait."""
+        left = self._max_tokens - step.decodes.total() - sum(step.plan.limits.values())
+        if beside:
+            left = min(left, BESIDE_TOKENS, gentle_tokens)
+        elif self._clock() - self._others_s < ALONE_AFTER_S:
+            left = min(left, LEAST_STEP_TOKENS)  # who comes waits for the end of this step, and of the next one
+        for one in step.plan.preempted:
+            if one.is_prefill_chunk:
+                step.yielding[tenant_of(one)].remove(one)
+                del step.plan.limits[one.request_id]
+        self._yielding_queue.begin({tenant: line for tenant, line in step.yielding.items() if line}, step.decodes)
+        self._yielding_queue.hand_out(left, step.serve)
 
 
 @dataclass(slots=True)
@@ -177,6 +161,8 @@ class _Step:
     """A plan in the making. ``left``: unplanned tokens of each prompt; ``closed``: no more requests start.
 
     ``denied``: none that yields starts. ``able``: those that run, with their blocks, the last started last.
+    ``lines``: prompts by tenant, running ones first; ``yielding``: those that yield; ``unstarted``: waiting ones that
+    do not. ``decodes``: tokens of answers; ``answering``: tenants with one that does not yield.
     """
 
     places: Budget
@@ -187,6 +173,38 @@ class _Step:
     closed: bool = False
     denied: bool = False
     able: list[tuple[Any, int]] = field(default_factory=list)
+    lines: dict[str, deque[Any]] = field(default_factory=dict)
+    yielding: dict[str, deque[Any]] = field(default_factory=dict)
+    decodes: Counter[str] = field(default_factory=Counter)
+    answering: set[str] = field(default_factory=set)
+    unstarted: int = 0
+
+    def runs(self, request: Any, held: int, reserved: int) -> None:
+        """Count a running request, which has ``held`` blocks and may take ``reserved`` more."""
+        tenant = tenant_of(request)
+        self.places.take(tenant, 1)
+        self.blocks.take(tenant, reserved)
+        if yields(request):
+            self.able.append((request, held + reserved))
+        if request.is_prefill_chunk:
+            self.plan.limits[request.request_id] = 0
+            self.left[request.request_id] = request.num_tokens - request.num_computed_tokens
+            self._line_up(tenant, request)
+        else:
+            self.decodes[tenant] += 1 + len(request.spec_token_ids)
+            if not yields(request):
+                self.answering.add(tenant)
+
+    def waits(self, request: Any) -> None:
+        """Count a waiting request."""
+        if request.priority < 0:
+            self.plan.starts.append(request)
+        else:
+            self._line_up(tenant_of(request), request)
+            self.unstarted += not yields(request)
+
+    def _line_up(self, tenant: str, request: Any) -> None:
+        (self.yielding if yields(request) else self.lines).setdefault(tenant, deque()).append(request)
 
     def serve(self, tenant: str, line: deque[Any], most: int) -> int:
         """Plan up to ``most`` tokens of a tenant's queue; return the number. Unfinished requests stay in it."""
