@@ -1,10 +1,12 @@
 """`python -m benchmarks NAME [flags]` runs a benchmark by its name."""
 
 import ast
-import runpy
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
+from benchmarks.common.harness import Benchmark, note
 from benchmarks.common.report import BenchmarkError
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.reuse import TraceError
@@ -35,21 +37,21 @@ BENCHMARKS = {
 """By name, a module below ``benchmarks``, and its approximate duration with its defaults on two CPU cores."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run the benchmark that the first argument names, with the rest as its flags."""
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    name = arguments[0] if arguments else ""
     if name not in BENCHMARKS:
         wrong = name and name not in ("-h", "--help")
-        print(f"there is no benchmark {name!r}; there are:" if wrong else __doc__, file=sys.stderr)
-        for known, (module, _) in BENCHMARKS.items():
-            print(f"  {known:16} {_purpose(module)}", file=sys.stderr)
+        note(f"there is no benchmark {name!r}; there are:" if wrong else str(__doc__))
+        for each, (module, _) in BENCHMARKS.items():
+            note(f"  {each:16} {_purpose(module)}")
         sys.exit(2 if wrong else 0)
-    sys.argv[:2] = [f"benchmarks {name}"]
     module, duration = BENCHMARKS[name]
-    if not {"-h", "--help"} & set(sys.argv):
-        print(f"{name}: with its defaults about {duration} on two CPU cores", file=sys.stderr, flush=True)
+    if not {"-h", "--help"} & {*arguments}:
+        note(f"{name}: with its defaults about {duration} on two CPU cores")
+    run: Benchmark = import_module(f"benchmarks.{module}").run
     try:
-        runpy.run_module(f"benchmarks.{module}", run_name="__main__", alter_sys=False)
+        run(arguments[1:], name)
     except (BenchmarkError, CheckpointError, TraceError) as error:
         sys.exit(f"error: {error}")
     except FileNotFoundError as error:
@@ -63,4 +65,4 @@ def _purpose(module: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

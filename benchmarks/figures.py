@@ -7,18 +7,17 @@ without one, and keep their old figures.
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from benchmarks.common.report import BenchmarkError, names_of, parser_of
+from benchmarks.common.harness import ROOT, Findings, Options, benchmark, names_flag, note
+from benchmarks.common.report import BenchmarkError
 from benchmarks.gpu.systems import find_card
 from benchmarks.simulation.front_door import RAY_PREFIX
 
-ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "benchmarks" / "figures.json"
 README = ROOT / "README.md"
 PYTHON, VLLM_PYTHON = ".venv/bin/python", ".venv-vllm/bin/python"
@@ -191,24 +190,19 @@ def measured(row: FigureRow) -> dict[str, str]:
     }
 
 
-def main() -> None:
+@benchmark(__doc__, names_flag("only", ROWS, help_="rows, separated by commas"))
+def run(options: Options) -> Findings:
     """Measure the rows; write the JSON after each row, and README at the end."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", type=names_of(ROWS), default=list(ROWS), help="rows, separated by commas")
-    options = parser.parse_args()
     figures: dict[str, dict[str, str]] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
     for name in options.only:
         row = ROWS[name]
         if not (ROOT / row.python).exists():
-            print(f"{name}: skipped, since {row.python} is missing (make venv-vllm)", file=sys.stderr)
+            note(f"{name}: skipped, since {row.python} is missing (make venv-vllm)")
             continue
         if name == "gpu" and not find_card().name:
-            print("gpu: skipped, since this machine has no GPU (docs/how-to/gpus.md)", file=sys.stderr)
+            note("gpu: skipped, since this machine has no GPU (docs/how-to/gpus.md)")
             continue
         figures[name] = measured(row)
         FIGURES.write_text(json.dumps(figures, indent=2) + "\n")
     README.write_text(in_readme(README.read_text(), figures))
-
-
-if __name__ == "__main__":
-    main()
+    return Findings(figures, " ".join(figures[name]["summary"] for name in options.only if name in figures))

@@ -1,6 +1,7 @@
 """Collects an engine's outputs by request, for a waiting thread."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 
@@ -12,6 +13,8 @@ class OutputCollector:
 
     def __init__(self) -> None:
         self.cached_tokens: dict[str, int] = {}
+        self.first_s: dict[str, float] = {}
+        """The moments of first tokens, by ``time.perf_counter``."""
         self.tokens: dict[str, list[int]] = {}
         self._ended: set[str] = set()
         self._failed: list[str] = []
@@ -25,6 +28,7 @@ class OutputCollector:
                 self.tokens.setdefault(name, []).extend(output.token_ids)
                 if output.first is not None:
                     self.cached_tokens[name] = output.first.cached_tokens
+                    self.first_s[name] = time.perf_counter()
                 if output.error:
                     self._failed.append(f"{name}: {output.message}")
                 if output.finish_reason is not None:

@@ -1,5 +1,6 @@
 """A server in separate processes during a benchmark: a warmpath instance, or a peer."""
 
+import json
 import os
 import shlex
 import signal
@@ -8,17 +9,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.common.harness import ROOT, note
 from benchmarks.common.report import BenchmarkError
 from serve_app.cli.local_ray import answers, held_port
+from serve_app.tenants import make_api_key
 
-ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
 
@@ -42,12 +44,24 @@ def marked_processes(mark: str, name: str = MARK) -> Iterator[tuple[psutil.Proce
             yield process, " ".join(process.cmdline())
 
 
+def set_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Return the flags of `warmpath serve` for these settings."""
+    return [f"--set={key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in settings.items()]
+
+
+def new_tenants(names: Iterable[str]) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Return a new key for each tenant, and the entries of these tenants in the setting `tenants`."""
+    made = {name: make_api_key() for name in names}
+    entries: list[dict[str, Any]] = [{"name": name, "key_sha256": [digest]} for name, (_, digest) in made.items()]
+    return {name: key for name, (key, _) in made.items()}, entries
+
+
 @contextmanager
 def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str]:
     """Run ``warmpath serve`` on a free loopback port and yield its base URL. Raises like ``server_process``."""
     with held_port() as port:
         command = [sys.executable, "-m", "serve_app.cli.entry"]
-        print("starting warmpath serve", file=sys.stderr, flush=True)
+        note("starting warmpath serve")
         url = f"http://127.0.0.1:{port}"
         with server_process([*command, "serve", "--port", str(port), *arguments], f"{url}/health", env):
             yield url
@@ -71,7 +85,7 @@ def server_process(
             yield
         finally:
             if process.poll() is not None:
-                print(f"the server had ended with status {process.returncode}:", _end_of(log.name), file=sys.stderr)
+                note(f"the server had ended with status {process.returncode}: {_end_of(log.name)}")
             _stop(process)
 
 

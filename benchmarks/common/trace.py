@@ -19,10 +19,12 @@ def token_ids_of(hash_ids: Sequence[int], prompt_tokens: int, block_size: int = 
     return np.repeat(np.asarray(hash_ids, dtype="<i4"), block_size)[:prompt_tokens]
 
 
-def add_trace_flags(parser: argparse.ArgumentParser, requests: int) -> None:
-    """Add the flags that ``chosen_trace`` reads; ``requests``: the default number of requests."""
-    known = "JSON lines, gzipped or plain (default: the first 6,000 requests of the published trace)"
-    parser.add_argument("--trace", default=str(DEFAULT_TRACE), help=known)
+FORMS = "JSON lines, gzipped or plain (default: the first 6,000 requests of the published trace)"
+
+
+def add_trace_flags(parser: argparse.ArgumentParser, requests: int, forms: str = FORMS) -> None:
+    """Add the flags that ``chosen_trace`` reads. ``requests``: their default number; ``forms``: of the trace."""
+    parser.add_argument("--trace", default=str(DEFAULT_TRACE), help=forms)
     parser.add_argument("--requests", type=int, default=requests)
     parser.add_argument("--skip", type=int, default=0, help="number of requests to skip at the start of the trace")
     parser.add_argument("--seed", type=int, default=0)

@@ -9,11 +9,10 @@ here is one, and the report says what it refuses. `--virtual-runs N` simulates t
 without aiperf and smg: N runs, each with its own seed, in seconds.
 """
 
-import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -21,9 +20,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.common.agent_sessions import AgentSession, AgentTurn, read_sessions
-from benchmarks.common.report import BenchmarkError, add_engine_flag, names_of, parser_of, write
-from benchmarks.common.server import instance, server_process
+from benchmarks.common.harness import Findings, Options, benchmark, engine_flag, flag, names_flag, rows_of
+from benchmarks.common.report import BenchmarkError
+from benchmarks.common.server import instance, server_process, set_flags
 from benchmarks.end_to_end.replay.agents import drawn
+from benchmarks.peers.smg import smg_server
 from benchmarks.simulation.agentx import AgentX
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.front_door import RAY_PREFIX
@@ -64,27 +65,6 @@ FIGURES: Mapping[str, tuple[str, str]] = {
     "requests": ("request_count", "avg"),
 }
 """Our names -> aiperf's metrics and their statistics. Percents become parts of 1."""
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__, "demo")
-    add_engine_flag(parser, "simulated", "prefixes")
-    parser.add_argument("--aiperf", type=Path, default=Path(".venv-aiperf/bin/aiperf"))
-    parser.add_argument("--smg", type=Path, default=Path(".venv-aiperf/bin/smg"))
-    parser.add_argument("--systems", type=names_of(SYSTEMS), default="warmpath,round_robin,ray_prefix,smg")
-    parser.add_argument("--duration-s", type=int, default=SHORTEST_S, help="of a system; the scenario's least is 900")
-    parser.add_argument("--concurrency", type=int, default=8, help="sessions that run at once")
-    parser.add_argument("--sessions", type=int, default=24, help="random sessions of the trace's 200")
-    parser.add_argument("--turns", type=int, default=40, help="maximum turns of a stream; main streams have as many")
-    parser.add_argument("--longest-prompt", type=int, default=150_000, help="trace tokens; longer sessions are skipped")
-    parser.add_argument("--longest-pause-s", type=float, default=30.0)
-    parser.add_argument("--scale", type=int, default=8, help="tokens of the trace's prompts that one token stands for")
-    parser.add_argument("--kv-tokens", type=int, default=KV_TOKENS, help="a replica's pool, in the trace's tokens")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--virtual-runs", type=int, default=0, help="runs in virtual time, from this seed on")
-    parser.set_defaults(speed=1.0)
-    return parser.parse_args(arguments)
 
 
 def weka_trace(name: str, session: AgentSession, scale: int) -> dict[str, Any]:
@@ -130,19 +110,19 @@ def _answer_s(turn: AgentTurn) -> float:
     return computed / PREFILL_TOKENS_PER_S + turn.output_tokens * DECODE_STEP_S
 
 
-def server_flags(options: argparse.Namespace) -> list[str]:
+def server_flags(options: Options) -> list[str]:
     """Return the flags of `warmpath serve` for every system."""
     blocks = options.kv_tokens // options.scale // BLOCK
     flags = ["--model", options.model, "--served-model-name", SERVED, "--engine", options.engine]
-    flags += [f"--set=num_blocks={blocks}", f"--set=block_size={BLOCK}", "--max-connections-per-address", "4096"]
+    sizes: dict[str, float] = {"num_blocks": blocks, "block_size": BLOCK}
     if ENGINES[options.engine].simulated:
-        rate = PREFILL_TOKENS_PER_S / options.scale
-        flags += [f"--set=simulated_prefill_tokens_per_s={rate}", f"--set=simulated_decode_step_s={DECODE_STEP_S}"]
-    return flags
+        sizes["simulated_prefill_tokens_per_s"] = PREFILL_TOKENS_PER_S / options.scale
+        sizes["simulated_decode_step_s"] = DECODE_STEP_S
+    return [*flags, *set_flags(sizes), "--max-connections-per-address", "4096"]
 
 
 @contextmanager
-def system(name: str, options: argparse.Namespace) -> Iterator[str]:
+def system(name: str, options: Options) -> Iterator[str]:
     """Run two replicas behind a router; yield the URL. Raises BenchmarkError if something does not start."""
     flags = server_flags(options)
     if name in POLICIES:
@@ -152,21 +132,17 @@ def system(name: str, options: argparse.Namespace) -> Iterator[str]:
         return
     with ExitStack() as stack:
         urls = [stack.enter_context(instance("--replicas", "1", *flags)) for _ in range(REPLICAS)]
-        port, metrics = (stack.enter_context(held_port()) for _ in range(2))
         if name == "smg":
-            command = [str(options.smg), "launch", "--host", "127.0.0.1", "--port", str(port), "--backend", "vllm"]
-            command += ["--policy", "cache_aware", "--log-level", "warn", "--prometheus-host", "127.0.0.1"]
-            command += ["--prometheus-port", str(metrics), "--worker-urls", *urls]
-            ready = "readiness"  # its /health answers before it knows its workers
-        else:
-            command = [sys.executable, "-m", "benchmarks.peers.ray_prefix_proxy", str(port), *urls]
-            ready = "health"
+            yield stack.enter_context(smg_server(options.smg, urls))
+            return
+        port = stack.enter_context(held_port())
+        command = [sys.executable, "-m", "benchmarks.peers.ray_prefix_proxy", str(port), *urls]
         url = f"http://127.0.0.1:{port}"
-        with server_process(command, f"{url}/{ready}"):
-            yield url
+        stack.enter_context(server_process(command, f"{url}/health"))
+        yield url
 
 
-def play(url: str, traces: Path, options: argparse.Namespace) -> dict[str, Any]:
+def play(url: str, traces: Path, options: Options) -> dict[str, Any]:
     """Run the scenario against a server; return its figures. Raises BenchmarkError with the end of aiperf's output."""
     with TemporaryDirectory(prefix="warmpath-") as folder:
         command = [
@@ -200,7 +176,7 @@ def figures(export: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: told[name] for name in ("submission_valid", "submission_invalid_reasons") if name in told}
 
 
-def virtual(name: str, sessions: Sequence[AgentSession], options: argparse.Namespace) -> dict[str, Any]:
+def virtual(name: str, sessions: Sequence[AgentSession], options: Options) -> dict[str, Any]:
     """Return a system's figures in virtual time: medians, and each run's. Raises BenchmarkError for smg."""
     if name not in VIRTUAL:
         raise BenchmarkError(f"there is no {name} in virtual time")
@@ -210,7 +186,7 @@ def virtual(name: str, sessions: Sequence[AgentSession], options: argparse.Names
             REPLICAS, options.kv_tokens // TRACE_BLOCK_TOKENS, prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
             decode_token_s=DECODE_STEP_S, seed=seed,
         )  # fmt: skip
-        chosen = drawn(sessions, argparse.Namespace(**{**vars(options), "seed": seed}))
+        chosen = drawn(sessions, Options(**{**vars(options), "seed": seed}))
         cluster = Cluster(settings, VIRTUAL[name])
         rows.append(AgentX(cluster, chosen, options.concurrency, options.duration_s).run())
     medians = {figure: median(row[figure] for row in rows) for figure in rows[0]}
@@ -232,7 +208,7 @@ def ratios(results: Mapping[str, Mapping[str, Any]]) -> str:
     return f" Medians of {len(ours['runs'])} runs in virtual time. Our mean TTFT / {', '.join(sorted(told))}."
 
 
-def summary(results: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> str:
+def summary(results: Mapping[str, Mapping[str, Any]], options: Options) -> str:
     """Return a sentence with each system's figures, and the ratios."""
 
     def told(name: str, row: Mapping[str, Any]) -> str:
@@ -246,28 +222,33 @@ def summary(results: Mapping[str, Mapping[str, Any]], options: argparse.Namespac
     return f"AgentX ({options.engine}, {options.concurrency} sessions): {rows}.{ratios(results)}{valid}"
 
 
-def measured(names: Sequence[str], measure: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return each system's figures; a system that fails loses its own row only."""
-    results: dict[str, dict[str, Any]] = {}
-    for name in names:
-        try:
-            results[name] = measure(name)
-        except (BenchmarkError, OSError) as error:  # OSError: its command is missing
-            results[name] = {"not_measured": str(error)}
-        print(f"{name}: {json.dumps(results[name])}", file=sys.stderr, flush=True)  # in case a later one fails
-    return results
-
-
-def main() -> None:
-    """Write the sessions, run each system with them, write the JSON."""
-    options = parse()
+@benchmark(
+    __doc__,
+    engine_flag("simulated", "prefixes"),
+    flag("aiperf", Path(".venv-aiperf/bin/aiperf"), type=Path),
+    flag("smg", Path(".venv-aiperf/bin/smg"), type=Path),
+    names_flag("systems", SYSTEMS, "warmpath,round_robin,ray_prefix,smg"),
+    flag("duration-s", SHORTEST_S, "of a system; the scenario's least is 900"),
+    flag("concurrency", 8, "sessions that run at once"),
+    flag("sessions", 24, "random sessions of the trace's 200"),
+    flag("turns", 40, "maximum turns of a stream; main streams have as many"),
+    flag("longest-prompt", 150_000, "trace tokens; longer sessions are skipped"),
+    flag("longest-pause-s", 30.0),
+    flag("scale", 8, "tokens of the trace's prompts that one token stands for"),
+    flag("kv-tokens", KV_TOKENS, "a replica's pool, in the trace's tokens"),
+    flag("seed", 0),
+    flag("virtual-runs", 0, "runs in virtual time, from this seed on"),
+    lambda parser: parser.set_defaults(speed=1.0),
+    model="demo",
+)
+def run(options: Options) -> Findings:
+    """Write the sessions, and run each system with them."""
     sessions = read_sessions()
     if options.virtual_runs:
         if not ENGINES[options.engine].simulated:
             raise BenchmarkError(f"virtual time has no {options.engine}: leave --engine out")
-        results = measured(options.systems, lambda name: virtual(name, sessions, options))
-        write(options.json, vars(options), results, summary(results, options))
-        return
+        results = rows_of(options.systems, lambda name: virtual(name, sessions, options))
+        return Findings(results, summary(results, options))
     with TemporaryDirectory(prefix="warmpath-") as folder:
         for number, session in enumerate(drawn(sessions, options)):
             trace = weka_trace(f"session_{number:03}", session, options.scale)
@@ -277,11 +258,6 @@ def main() -> None:
             with system(name, options) as url:
                 return play(url, Path(folder), options)
 
-        results = measured(options.systems, measure)
-    write(options.json, vars(options), results, summary(results, options))
-    if "not_measured" in results.get("warmpath", {}):
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()
+        results = rows_of(options.systems, measure)
+    passed = "not_measured" not in results.get("warmpath", {})
+    return Findings(results, summary(results, options), passed=passed)

@@ -4,7 +4,6 @@ The engine is simulated. ``--models`` also measures the same settings as an entr
 ``--vllm-python`` also measures `vllm serve` in that environment, on CPUs.
 """
 
-import argparse
 import asyncio
 import re
 import uuid
@@ -17,8 +16,9 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.common.harness import Findings, Options, benchmark, flag, in_turns, rows_of, spreads
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import BenchmarkError, parser_of, percentile, progress, spread, write
+from benchmarks.common.report import BenchmarkError, percentile
 from benchmarks.common.server import MARK, instance, marked_processes
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
 from serve_app.checkpoints.sources import resolve_model
@@ -56,26 +56,26 @@ def cpu_used_s(mark: str, before: Counter[str]) -> dict[str, float]:
 
 
 @contextmanager
-def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def measured(system: str, options: Options) -> Iterator[tuple[str, str]]:
     """Run a system for the block; yield its URL and its processes' mark."""
     mark = uuid.uuid4().hex
     if system in OURS:
-        flags = ["--model", arguments.model, "--engine", "simulated", "--replicas", str(arguments.replicas)]
+        flags = ["--model", options.model, "--engine", "simulated", "--replicas", str(options.replicas)]
         speed = ["--set", "simulated_prefill_tokens_per_s=1000000", "--set", "simulated_decode_step_s=0.02"]
         with instance(*flags, *speed, *OURS[system], env={MARK: mark}) as url:
             yield url, mark
         return
     flags = ["--dtype", "float32", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 30), "--enforce-eager"]
-    python, env = str(arguments.vllm_python), {MARK: mark, **CPU_ENVIRONMENT}
-    with vllm_server(resolve_model(arguments.model), arguments.model, flags, env, python) as url:
+    python, env = str(options.vllm_python), {MARK: mark, **CPU_ENVIRONMENT}
+    with vllm_server(resolve_model(options.model), options.model, flags, env, python) as url:
         yield url, mark
 
 
-async def measure(url: str, mark: str, arguments: argparse.Namespace, run: int) -> dict[str, Any]:
+async def measure(url: str, mark: str, options: Options, run: int) -> dict[str, Any]:
     """Return the figures of one run; each run has its own prompts."""
-    model = resolve_model(arguments.model)
+    model = resolve_model(options.model)
     system = text_of(SYSTEM_TOKENS, model, 1)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=arguments.clients)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=options.clients)
     async with httpx.AsyncClient(timeout=300, limits=limits) as client:
 
         async def cost(texts: Sequence[str], max_tokens: int, system: str | None, together: int) -> dict[str, Any]:
@@ -84,7 +84,7 @@ async def measure(url: str, mark: str, arguments: argparse.Namespace, run: int) 
 
             async def ask(text: str) -> TimedAnswer:
                 async with free:
-                    body = chat_body(arguments.model, max_tokens, text, system)
+                    body = chat_body(options.model, max_tokens, text, system)
                     return await stream_chat(client, url, {**body, "ignore_eos": True})
 
             before = cpu_s(mark)
@@ -99,64 +99,64 @@ async def measure(url: str, mark: str, arguments: argparse.Namespace, run: int) 
             return [text_of(tokens, model, 100_000 * run + first + number) for number in range(count)]
 
         await cost(questions(4, QUESTION_TOKENS, 0), 8, system, 1)
-        long = questions(arguments.long_requests, LONG_TOKENS, 10_000)
+        long = questions(options.long_requests, LONG_TOKENS, 10_000)
         return {
             "streamed": await cost(
-                questions(2 * arguments.clients, QUESTION_TOKENS, 100), arguments.max_tokens, system, arguments.clients
+                questions(2 * options.clients, QUESTION_TOKENS, 100), options.max_tokens, system, options.clients
             ),
-            "short_warm": await cost(questions(arguments.short_requests, QUESTION_TOKENS, 5000), 1, system, 1),
+            "short_warm": await cost(questions(options.short_requests, QUESTION_TOKENS, 5000), 1, system, 1),
             "long_new": await cost(long, 1, None, 1),
             "long_seen": await cost(long, 1, None, 1),
         }
 
 
-def main() -> None:
-    """Parse flags, run, write the JSON."""
-    parser = parser_of(__doc__, "demo")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--clients", type=int, default=64, help="concurrent streams")
-    parser.add_argument("--max-tokens", type=int, default=256, help="tokens of each streamed answer")
-    parser.add_argument("--short-requests", type=int, default=300)
-    parser.add_argument("--long-requests", type=int, default=40)
-    parser.add_argument("--models", action="store_true", help="also measure the same settings as an entry of `models`")
-    parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM, for comparison")
-    arguments = parser.parse_args()
-    results: dict[str, Any] = {}
-    groups = [
-        ["warmpath", *(["models"] if arguments.models else [])],
-        *([["vllm serve"]] if arguments.vllm_python else []),
-    ]
-    for systems in groups:
-        runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
-        try:
-            with ExitStack() as stack:
-                places = {system: stack.enter_context(measured(system, arguments)) for system in systems}
-                for number in progress(range(arguments.runs), ", ".join(systems)):
-                    for system, (url, mark) in places.items():
-                        runs[system].append(asyncio.run(measure(url, mark, arguments, number)))
-        except (BenchmarkError, RequestFailed, httpx.HTTPError) as error:
-            if "warmpath" in systems:
-                raise
-            results[systems[0]] = {"not_measured": str(error)}  # ours is measured already, and stays
-            continue
-        results |= {system: {"spread": _spread(found), "runs": found} for system, found in runs.items()}
+@benchmark(
+    __doc__,
+    flag("runs", 5),
+    flag("replicas", 2),
+    flag("clients", 64, "concurrent streams"),
+    flag("max-tokens", 256, "tokens of each streamed answer"),
+    flag("short-requests", 300),
+    flag("long-requests", 40),
+    flag("models", False, "also measure the same settings as an entry of `models`"),
+    flag("vllm-python", None, "the Python of an environment with vLLM, for comparison", type=Path),
+    model="demo",
+)
+def run(options: Options) -> Findings:
+    """Measure ours in turns, then vLLM's."""
+    systems = ["warmpath", "models"] if options.models else ["warmpath"]
+    results: dict[str, Any] = measured_in_turns(systems, options)
+    if options.vllm_python:
+        failures = (BenchmarkError, RequestFailed, httpx.HTTPError)  # ours is measured already, and stays
+        results |= rows_of(["vllm serve"], lambda name: measured_in_turns([name], options)[name], failures)
     ours = results["warmpath"]["spread"]
     token, short = ours["streamed"]["us_a_token"], ours["short_warm"]["ms_a_request"]
-    said = (
+    summary = (
         f"A streamed token costs {_figure(token['ingress'])} us in the ingress, {_figure(token['replica'])} in the "
         f"replica and {_figure(token['haproxy'])} in HAProxy (simulated engine; medians, and all runs); a "
         f"short warm request {_figure(short['ingress'], 1)} and {_figure(short['replica'], 1)} ms. "
         f"One core of an ingress carries {1e6 / token['ingress']['p50']:,.0f} tokens a second."
     )
-    if arguments.models:
+    if options.models:
         results["models_ratios"] = ratios = {
             name: percentile([_total(one, name) / _total(other, name) for one, other in _pairs(results)], 50)
             for name in ours
         }
-        told = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
-        said += f" As an entry of `models`, CPU over that of settings without (medians of turns): {told}."
-    write(arguments.json, vars(arguments), results, said)
+        rows = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+        summary += f" As an entry of `models`, CPU over that of settings without (medians of turns): {rows}."
+    return Findings(results, summary, more={"simulated": True})
+
+
+def measured_in_turns(systems: Sequence[str], options: Options) -> dict[str, dict[str, Any]]:
+    """Run systems at the same time, and measure them in turns; return the spread and the runs of each."""
+    with ExitStack() as stack:
+        places = {system: stack.enter_context(measured(system, options)) for system in systems}
+
+        def turn(system: str, number: int) -> dict[str, Any]:
+            return asyncio.run(measure(*places[system], options, number))
+
+        runs = in_turns(systems, options.runs, turn)
+    return {system: {"spread": spreads(rows), "runs": rows} for system, rows in runs.items()}
 
 
 def _pairs(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -172,15 +172,3 @@ def _total(run: dict[str, Any], name: str) -> float:
 
 def _figure(values: dict[str, float], digits: int = 0) -> str:
     return "{p50:.{digits}f} ({min:.{digits}f} to {max:.{digits}f})".format(**values, digits=digits)
-
-
-def _spread(runs: Sequence[Any]) -> Any:
-    """Return the spread of each figure over the runs; a missing figure counts as 0."""
-    if isinstance(runs[0], dict):
-        names = {name for run in runs for name in run}
-        return {name: _spread([run.get(name, 0.0) for run in runs]) for name in sorted(names)}
-    return spread(runs)
-
-
-if __name__ == "__main__":
-    main()

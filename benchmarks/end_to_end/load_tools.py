@@ -4,12 +4,10 @@ Each tool runs from its own environment, given as a path; a tool without one is 
 only: a tool sees its own process's delays as well.
 """
 
-import argparse
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,7 +19,8 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer
 
-from benchmarks.common.report import BenchmarkError, metric_sum, parser_of, write
+from benchmarks.common.harness import Findings, FlagError, Options, benchmark, flag, note, rows_of
+from benchmarks.common.report import BenchmarkError, metric_sum
 from benchmarks.common.server import instance
 from serve_app.checkpoints.sources import resolve_model
 
@@ -197,35 +196,34 @@ TOOLS: dict[str, tuple[Callable[[Load], Seen], str]] = {
 }
 
 
-def main() -> None:
-    """Parse flags, run each given tool, write the JSON."""
-    parser = parser_of(__doc__, "smollm2")
-    for name, (_, help_) in TOOLS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="PATH", help=help_)
-    parser.add_argument("--requests", type=int, default=20)
-    parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--prompt-tokens", type=int, default=2048)
-    parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--timeout-s", type=float, default=300, help="for each tool")
-    parser.add_argument("--within", type=float, default=0.05, help="largest relative difference")
-    arguments = parser.parse_args()
-    given = [name for name in TOOLS if getattr(arguments, name)]
+@benchmark(
+    __doc__,
+    *(flag(name.replace("_", "-"), help_=help_, metavar="PATH") for name, (_, help_) in TOOLS.items()),
+    flag("requests", 20),
+    flag("concurrency", 1),
+    flag("prompt-tokens", 2048),
+    flag("output-tokens", 32),
+    flag("timeout-s", 300.0, "for each tool"),
+    flag("within", 0.05, "largest relative difference"),
+    model="smollm2",
+)
+def run(options: Options) -> Findings:
+    """Run each given tool."""
+    given = [name for name in TOOLS if getattr(options, name)]
     if not given:
-        parser.error("give the path of at least one tool")
-    results = {}
-    flags = ("--model", arguments.model, "--replicas", "1", "--set", f"served_model_name={NAME}")
-    with instance(*flags) as url:
+        raise FlagError("give the path of at least one tool")
+
+    with instance("--model", options.model, "--replicas", "1", "--set", f"served_model_name={NAME}") as url:
         httpx.post(f"{url}/v1/completions", json={"model": NAME, "prompt": "Warm", "max_tokens": 4}, timeout=300)
-        for name in given:
+
+        def measure(name: str) -> dict[str, Any]:
+            note(f"{name} runs")
             with TemporaryDirectory(prefix="warmpath-") as folder:
-                print(f"{name} runs", file=sys.stderr, flush=True)
-                try:
-                    results[name] = compared(load_of(url, name, Path(folder), arguments), name)
-                except BenchmarkError as error:
-                    results[name] = {"not_measured": str(error)}
-    write(arguments.json, vars(arguments), results, said_of(results, arguments.within))
-    if not all(agrees(result, arguments.within) for result in results.values()):
-        raise SystemExit(1)
+                return compared(load_of(url, name, Path(folder), options), name)
+
+        results = rows_of(given, measure)
+    passed = all(agrees(result, options.within) for result in results.values())
+    return Findings(results, said_of(results, options.within), passed=passed)
 
 
 def agrees(result: Mapping[str, Any], within: float) -> bool:
@@ -246,11 +244,11 @@ def said_of(results: Mapping[str, Mapping[str, Any]], within: float) -> str:
     return " ".join(said)
 
 
-def load_of(url: str, name: str, folder: Path, arguments: argparse.Namespace) -> Load:
+def load_of(url: str, name: str, folder: Path, options: Options) -> Load:
     """Return the load for a tool."""
     return Load(
-        url, resolve_model(arguments.model), getattr(arguments, name), folder, arguments.requests,
-        arguments.concurrency, arguments.prompt_tokens, arguments.output_tokens, arguments.timeout_s,
+        url, resolve_model(options.model), getattr(options, name), folder, options.requests,
+        options.concurrency, options.prompt_tokens, options.output_tokens, options.timeout_s,
     )  # fmt: skip
 
 
@@ -295,7 +293,3 @@ def seen_between(before: Mapping[str, float], after: Mapping[str, float]) -> See
         return 1000 * delta[f"{name}_sum"] / delta[f"{name}_count"] if delta[f"{name}_count"] else None
 
     return Seen(mean_ms(TTFT), mean_ms(ITL), delta[PROMPT], delta[OUTPUT], delta[f"{ITL}_count"])
-
-
-if __name__ == "__main__":
-    main()

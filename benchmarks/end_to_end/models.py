@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.common.harness import Findings, Options, benchmark, flag, note
 from benchmarks.common.open_loop import Result, Shot, fire
-from benchmarks.common.report import parser_of, percentile, spread, write
+from benchmarks.common.report import percentile, spread
 from cluster.local import LocalCluster, application
 from serve_app.cli.bench import chat_body
 
@@ -122,17 +123,17 @@ def extra_cpu_s(phase: dict[str, Any], nothing: dict[str, Any]) -> float:
     return max(0.0, float(phase["busy_cpu_s"] - nothing["busy_cpu_s"] * phase["seconds"] / nothing["seconds"]))
 
 
-async def measure(deployment: Deployment, arguments: Any, run: int) -> dict[str, Any]:
+async def measure(deployment: Deployment, options: Options, run: int) -> dict[str, Any]:
     """Return the figures of one run by phase; it ends with its change, but not before ``--seconds``."""
     figures: dict[str, Any] = {}
 
     async def phase(name: str, act: Coroutine[Any, Any, None]) -> None:
-        await asyncio.sleep(arguments.pause_s)
+        await asyncio.sleep(options.pause_s)
         rng, begun_s, busy_s = Random(100 * run + len(figures)), time.monotonic(), busy()
         acting = asyncio.create_task(act)
         results: list[Result] = []
-        while not acting.done() or time.monotonic() - begun_s < arguments.seconds:
-            results += await fire(deployment.cluster.url, shots(arguments, rng), PATIENCE_S, lambda: None)
+        while not acting.done() or time.monotonic() - begun_s < options.seconds:
+            results += await fire(deployment.cluster.url, shots(options, rng), PATIENCE_S, lambda: None)
         await acting
         figures[name] = {**told(results), "seconds": time.monotonic() - begun_s, "busy_cpu_s": busy() - busy_s}
 
@@ -154,13 +155,13 @@ def ratios(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def shots(arguments: Any, rng: Random) -> list[Shot]:
+def shots(options: Options, rng: Random) -> list[Shot]:
     """Return the requests of five seconds."""
-    planned, at_s = list[Shot](), rng.expovariate(arguments.requests_per_s)
+    planned, at_s = list[Shot](), rng.expovariate(options.requests_per_s)
     while at_s < 5.0:
         body = chat_body(STEADY, 16, f"Question {rng.random()}", "You are a clerk. " * 20)
         planned.append(Shot(at_s, "/v1/chat/completions", body))
-        at_s += rng.expovariate(arguments.requests_per_s)
+        at_s += rng.expovariate(options.requests_per_s)
     return planned
 
 
@@ -183,42 +184,40 @@ def told(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-async def measured(cluster: LocalCluster, arguments: Any) -> list[dict[str, Any]]:
+async def measured(cluster: LocalCluster, options: Options) -> list[dict[str, Any]]:
     """Deploy, and return the figures of all runs."""
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         deployment = Deployment(cluster, client)
         await deployment.put(wait_s=PATIENCE_S)
         await deployment.until(lambda: deployment._is(STEADY, "ok"))
         runs = []
-        for run in range(arguments.runs):
-            runs.append(await measure(deployment, arguments, run))
-            print({phase: round(one["answer_s"]["p99"], 3) for phase, one in runs[-1].items()}, file=sys.stderr)
+        for run in range(options.runs):
+            runs.append(await measure(deployment, options, run))
+            note(str({phase: round(one["answer_s"]["p99"], 3) for phase, one in runs[-1].items()}))
         return runs
 
 
-def main() -> None:
-    """Parse flags, run, write the JSON."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=20.0, help="the least time of a phase")
-    parser.add_argument("--pause-s", type=float, default=5.0, help="before each phase")
-    parser.add_argument("--requests-per-s", type=float, default=12.0)
-    arguments = parser.parse_args()
+@benchmark(
+    __doc__,
+    flag("runs", 3),
+    flag("seconds", 20.0, "the least time of a phase"),
+    flag("pause-s", 5.0, "before each phase"),
+    flag("requests-per-s", 12.0),
+    simulated=True,
+)
+def run(options: Options) -> Findings:
+    """Measure each change in each run."""
     with LocalCluster(1) as cluster:
-        runs = asyncio.run(measured(cluster, arguments))
-    found = ratios(runs)
+        runs = asyncio.run(measured(cluster, options))
+    over = ratios(runs)
     failed = sum(len(one["failed"]) for run in runs for one in run.values())
     requests = sum(one["requests"] for run in runs for one in run.values())
-    said = "; ".join(
+    changes = "; ".join(
         f"{change} {each['nothing']:.2f} ({each['control']:.2f} of processes with equal CPU)"
-        for change, each in found.items()
+        for change, each in over.items()
     )
-    summary = (
-        f"Simulated: {failed} of {requests} requests failed. p99 of whole answers while another model changes, over "
-        f"that beside nothing, median of {len(runs)} runs: {said}."
+    return Findings(
+        {"ratios": over, "runs": runs},
+        f"{failed} of {requests} requests failed. p99 of whole answers while another model changes, over that beside "
+        f"nothing, median of {len(runs)} runs: {changes}.",
     )
-    write(arguments.json, vars(arguments), {"ratios": found, "runs": runs}, summary)
-
-
-if __name__ == "__main__":
-    main()

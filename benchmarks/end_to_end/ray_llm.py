@@ -5,17 +5,17 @@ random order. The routers take turns in each of the `--runs`, and each run has i
 bytes go from HAProxy to a replica, otherwise through Ray's ingress.
 """
 
-import argparse
 import asyncio
 import math
-import random
 import statistics
 from typing import Any
 
 import httpx
 
+from benchmarks.common.harness import Findings, Options, benchmark, flag, in_turns, names_flag
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import names_of, parser_of, progress, spread, write
+from benchmarks.common.repeats import send_repeatedly
+from benchmarks.common.report import spread
 from benchmarks.peers.ray_llm import ENGINE, MODEL, ROUTERS, application, ray_llm
 from serve_app.checkpoints.sources import resolve_model
 from serve_app.cli.bench import RequestFailed, TimedAnswer, chat_body, stream_answer
@@ -24,34 +24,36 @@ BLOCK = ENGINE["block_size"]
 REPLICAS = 2
 
 
-def main() -> None:
-    """Parse flags, run all routers side by side, write the JSON."""
-    parser = parser_of(__doc__, "small")
-    parser.add_argument("--routers", type=names_of(ROUTERS), default=",".join(list(ROUTERS)[:3]))
-    parser.add_argument("--direct", action="store_true", help="direct streaming; kv_aware routes only there")
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--prompt-tokens", type=int, default=1000)
-    parser.add_argument("--working-set", type=float, default=0.6, help="the prompts' share of both pools together")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--runs", type=int, default=5)
-    arguments = parser.parse_args()
-    blocks = arguments.prompts * math.ceil(arguments.prompt_tokens / BLOCK)
+@benchmark(
+    __doc__,
+    names_flag("routers", ROUTERS, ",".join(list(ROUTERS)[:3])),
+    flag("direct", False, "direct streaming; kv_aware routes only there"),
+    flag("prompts", 24),
+    flag("prompt-tokens", 1000),
+    flag("working-set", 0.6, "the prompts' share of both pools together"),
+    flag("rounds", 5),
+    flag("clients", 4),
+    flag("runs", 5),
+    model="small",
+)
+def run(options: Options) -> Findings:
+    """Run all routers side by side."""
+    blocks = options.prompts * math.ceil(options.prompt_tokens / BLOCK)
     engine = {
-        "max_model_len": arguments.prompt_tokens + 200,
-        "num_gpu_blocks_override": math.ceil(blocks / (arguments.working_set * REPLICAS)),
+        "max_model_len": options.prompt_tokens + 200,
+        "num_gpu_blocks_override": math.ceil(blocks / (options.working_set * REPLICAS)),
     }
-    model = resolve_model(arguments.model)
-    document = {"applications": [application(router, model, engine, REPLICAS) for router in arguments.routers]}
-    runs: dict[str, list[dict[str, float]]] = {router: [] for router in arguments.routers}
-    with ray_llm(document, f"/{arguments.routers[-1]}/v1/models", direct=arguments.direct, OMP_NUM_THREADS="1") as ray:
-        for router in arguments.routers:
+    model = resolve_model(options.model)
+    document = {"applications": [application(router, model, engine, REPLICAS) for router in options.routers]}
+    with ray_llm(document, f"/{options.routers[-1]}/v1/models", direct=options.direct, OMP_NUM_THREADS="1") as ray:
+        for router in options.routers:
             asyncio.run(warm_up(f"{ray.url}/{router}"))
-        for run in range(arguments.runs):
-            for router in arguments.routers:
-                name = f"run {run + 1}, {router}"
-                runs[router].append(asyncio.run(measure(f"{ray.url}/{router}", name, run, arguments)))
-    write(arguments.json, vars(arguments), {"runs": runs}, summary(runs))
+
+        def turn(router: str, run: int) -> dict[str, float]:
+            return asyncio.run(measure(f"{ray.url}/{router}", f"run {run + 1}, {router}", run, options))
+
+        runs = in_turns(options.routers, options.runs, turn)
+    return Findings({"runs": runs}, summary(runs))
 
 
 async def warm_up(url: str) -> None:
@@ -62,41 +64,27 @@ async def warm_up(url: str) -> None:
             await asyncio.gather(*(stream_answer(client, f"{url}/v1/chat/completions", body) for body in bodies))
 
 
-async def measure(url: str, name: str, run: int, arguments: argparse.Namespace) -> dict[str, float]:
+async def measure(url: str, name: str, run: int, options: Options) -> dict[str, float]:
     """Send every prompt in random order; return the mean TTFT in ms, the hit rate and errors."""
-    model = resolve_model(arguments.model)
-    order = [prompt for prompt in range(arguments.prompts) for _ in range(arguments.rounds)]
-    random.Random(run).shuffle(order)
-    turns = iter(progress(list(enumerate(order)), name))
-    seen: set[int] = set()
-    answered: list[TimedAnswer] = []
-    repeats: list[TimedAnswer] = []
-    errors = 0
+    model = resolve_model(options.model)
     async with httpx.AsyncClient(timeout=300) as client:
 
-        async def work() -> None:
-            nonlocal errors
-            for number, prompt in turns:
-                system = text_of(arguments.prompt_tokens, model, 1000 * run + prompt)
-                body = chat_body(MODEL, 4, f"Question number {number}?", system)
-                headers = {"authorization": f"Bearer tenant {prompt % 3}"}
-                is_repeat = prompt in seen
-                seen.add(prompt)
-                try:
-                    answer = await stream_answer(client, f"{url}/v1/chat/completions", body, headers)
-                    answered.append(answer)
-                    if is_repeat:
-                        repeats.append(answer)
-                except (RequestFailed, httpx.HTTPError):
-                    errors += 1
+        async def ask(number: int, prompt: int) -> TimedAnswer:
+            system = text_of(options.prompt_tokens, model, 1000 * run + prompt)
+            body = chat_body(MODEL, 4, f"Question number {number}?", system)
+            headers = {"authorization": f"Bearer tenant {prompt % 3}"}
+            return await stream_answer(client, f"{url}/v1/chat/completions", body, headers)
 
-        await asyncio.gather(*(work() for _ in range(arguments.clients)))
+        sizes = {"prompts": options.prompts, "rounds": options.rounds, "clients": options.clients}
+        failures = (RequestFailed, httpx.HTTPError)
+        answers = await send_repeatedly(ask, **sizes, seed=run, name=name, failures=failures)
+        answered = answers.firsts + answers.repeats
     return {
         "mean_ttft_ms": 1000 * statistics.fmean(answer.ttft_s for answer in answered),
         **{f"ttft_ms_{name}": value for name, value in spread([1000 * answer.ttft_s for answer in answered]).items()},
-        "mean_repeat_ttft_ms": 1000 * statistics.fmean(answer.ttft_s for answer in repeats),
+        "mean_repeat_ttft_ms": 1000 * statistics.fmean(answer.ttft_s for answer in answers.repeats),
         "hit_rate": sum(a.cached_tokens for a in answered) / sum(a.prompt_tokens for a in answered),
-        "errors": errors,
+        "errors": answers.failed,
     }
 
 
@@ -117,7 +105,3 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> str:
         ours = statistics.median(row["mean_ttft_ms"] for row in runs["warmpath"])
         ratio = f" Ours to the best of the others: {ours / best:.2f}."
     return f"Mean TTFT, medians of {len(next(iter(runs.values())))} runs. {'; '.join(rows)}.{ratio}"
-
-
-if __name__ == "__main__":
-    main()

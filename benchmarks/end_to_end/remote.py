@@ -4,13 +4,11 @@ Needs vLLM in ``--vllm-python``, and for smg its command (`pip install smg`). Ea
 time added is that of a warm request alone: one client asks the first server, warmpath and smg in turns.
 """
 
-import argparse
 import asyncio
 import json
 import math
 import random
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,10 +16,12 @@ from typing import Any
 
 import httpx
 
+from benchmarks.common.harness import Findings, Options, benchmark, flag, names_flag, note, rows_of
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import metric_sum, names_of, parser_of, spread, write
-from benchmarks.common.server import instance, server_process
+from benchmarks.common.report import BenchmarkError, metric_sum, spread
+from benchmarks.common.server import instance
 from benchmarks.end_to_end.affinity import measure
+from benchmarks.peers.smg import smg_server
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
 from serve_app.checkpoints.sources import resolve_model
 from serve_app.cli.bench import chat_body, stream_chat
@@ -33,39 +33,37 @@ BLOCK, SERVERS = 32, 2
 WARMING = 20
 
 
-def main() -> None:
-    """Parse flags, start the servers once, run each system before them, write the JSON."""
-    parser = parser_of(__doc__, "demo")
-    parser.add_argument("--vllm-python", default=".venv-vllm/bin/python")
-    parser.add_argument("--smg", type=Path, help="smg's command; without it, smg is not measured")
-    parser.add_argument("--systems", type=names_of(SYSTEMS), default=",".join(SYSTEMS))
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--prompt-tokens", type=int, default=800)
-    parser.add_argument("--working-set", type=float, default=0.6, help="the prompts' share of both pools together")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--alone", type=int, default=200, help="warm requests of one token, for the time added")
-    arguments = parser.parse_args()
-    arguments.engine = "vllm"
-    results: dict[str, Any] = {}
-    with workers(arguments) as entries:
-        for number, system in enumerate(arguments.systems):
-            if system == "smg" and arguments.smg is None:
-                results[system] = {"not_measured": "no --smg"}
-                continue
-            with front(system, entries, arguments) as url:
+@benchmark(
+    __doc__,
+    flag("vllm-python", ".venv-vllm/bin/python"),
+    flag("smg", None, "smg's command; without it, smg is not measured", type=Path),
+    names_flag("systems", SYSTEMS),
+    flag("runs", 5),
+    flag("prompts", 24),
+    flag("prompt-tokens", 800),
+    flag("working-set", 0.6, "the prompts' share of both pools together"),
+    flag("rounds", 5),
+    flag("clients", 4),
+    flag("alone", 200, "warm requests of one token, for the time added"),
+    model="demo",
+)
+def run(options: Options) -> Findings:
+    """Start the servers once, and run each system before them."""
+    options.engine = "vllm"
+    with workers(options) as entries:
+
+        def row(system: str) -> dict[str, Any]:
+            first = 1000 * (options.systems.index(system) + 1)
+            with front(system, entries, options) as url:
                 runs = [
-                    asyncio.run(measure(url, system, arguments, first=1000 * (number + 1) + 100 * run))
-                    for run in range(arguments.runs)
+                    asyncio.run(measure(url, system, options, first=first + 100 * run)) for run in range(options.runs)
                 ]
-                results[system] = figures(runs)
-                if system == "warmpath":
-                    results[system] |= predictions(url)
-            print(f"{system}: {json.dumps(results[system])}", file=sys.stderr)
-        if arguments.alone:
-            results["alone"] = alone(entries, arguments)
-    write(arguments.json, vars(arguments), results, summary(results))
+                return figures(runs) | (predictions(url) if system == "warmpath" else {})
+
+        results: dict[str, Any] = rows_of(options.systems, row)
+        if options.alone:
+            results["alone"] = alone(entries, options)
+    return Findings(results, summary(results))
 
 
 def figures(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -79,8 +77,8 @@ def summary(results: dict[str, Any]) -> str:
     measured = {name: row for name, row in results.items() if "hit_rate" in row}
     rows = "; ".join(f"{name}: {row['hit_rate'][0]:.1%}, {_times(*row['ttft_ms'])}" for name, row in measured.items())
     more = ""
-    if ours := results.get("warmpath"):
-        more += f" Predictions right: {ours['right']:.2%}."
+    if "right" in results.get("warmpath", {}):
+        more += f" Predictions right: {results['warmpath']['right']:.2%}."
     if added := results.get("alone"):
         told = ", ".join(f"{name} {row['added_ms']:.1f} ms" for name, row in added.items() if name != "server")
         more += f" Added to a warm request alone: {told}."
@@ -92,10 +90,10 @@ def _times(middle: float, least: float, most: float) -> str:
 
 
 @contextmanager
-def workers(arguments: argparse.Namespace) -> Iterator[list[str]]:
+def workers(options: Options) -> Iterator[list[str]]:
     """Run the servers; yield them as entries of the setting `workers`."""
-    needed = arguments.prompts * math.ceil(arguments.prompt_tokens / BLOCK)
-    blocks = math.ceil(needed / (arguments.working_set * SERVERS))
+    needed = options.prompts * math.ceil(options.prompt_tokens / BLOCK)
+    blocks = math.ceil(needed / (options.working_set * SERVERS))
     sizes = (
         f"--dtype float32 --enforce-eager --max-model-len 2048 --block-size {BLOCK} --num-gpu-blocks-override {blocks}"
     )
@@ -106,28 +104,25 @@ def workers(arguments: argparse.Namespace) -> Iterator[list[str]]:
             addresses = {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
             told = {"enable_kv_cache_events": True, "publisher": "zmq", **addresses}
             flags = [*sizes.split(), "--kv-cache-memory-bytes", str(1 << 30), "--kv-events-config", json.dumps(told)]
-            model, python = resolve_model(arguments.model), arguments.vllm_python
-            url = stack.enter_context(vllm_server(model, arguments.model, flags, CPU_ENVIRONMENT, python, 600.0))
+            model, python = resolve_model(options.model), options.vllm_python
+            url = stack.enter_context(vllm_server(model, options.model, flags, CPU_ENVIRONMENT, python, 600.0))
             entries.append(f"{url}?events={events}&replay={replay}")
         yield entries
 
 
 @contextmanager
-def front(system: str, entries: list[str], arguments: argparse.Namespace) -> Iterator[str]:
+def front(system: str, entries: list[str], options: Options) -> Iterator[str]:
     """Run a system before the servers; yield its URL."""
-    if system != "smg":
-        policy = "estimated_ttft" if system == "warmpath" else system
-        flags = [flag for entry in entries for flag in ("--worker", entry)]
-        with instance("--engine", "remote", "--model", arguments.model, "--policy", policy, *flags) as url:
+    if system == "smg":
+        if options.smg is None:
+            raise BenchmarkError("no --smg")
+        with smg_server(options.smg, [worker_of(entry).url for entry in entries]) as url:
             yield url
         return
-    with held_port() as port, held_port() as metrics:
-        command = [str(arguments.smg), "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"]
-        command += ["--backend", "vllm", "--prometheus-port", str(metrics), "--worker-urls"]
-        command += [worker_of(entry).url for entry in entries]
-        url = f"http://127.0.0.1:{port}"
-        with server_process(command, f"{url}/readiness"):  # its /health answers before it knows its servers
-            yield url
+    policy = "estimated_ttft" if system == "warmpath" else system
+    flags = [part for entry in entries for part in ("--worker", entry)]
+    with instance("--engine", "remote", "--model", options.model, "--policy", policy, *flags) as url:
+        yield url
 
 
 def predictions(url: str) -> dict[str, float]:
@@ -139,15 +134,15 @@ def predictions(url: str) -> dict[str, float]:
     return {"predictions": right + wrong, "right": right / max(1.0, right + wrong)}
 
 
-def alone(entries: list[str], arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+def alone(entries: list[str], options: Options) -> dict[str, dict[str, float]]:
     """Return the TTFT of a warm request alone at the first server and through what stands before it, in ms."""
     with ExitStack() as stack:
         urls = {"server": worker_of(entries[0]).url}
         for system in ("warmpath", "smg"):
-            if system != "smg" or arguments.smg is not None:
-                urls[system] = stack.enter_context(front(system, entries[:1], arguments))
-        print("a client alone asks each in turns", file=sys.stderr, flush=True)
-        times = asyncio.run(in_turns(urls, arguments))
+            if system != "smg" or options.smg is not None:
+                urls[system] = stack.enter_context(front(system, entries[:1], options))
+        note("a client alone asks each in turns")
+        times = asyncio.run(in_turns(urls, options))
     base = statistics.median(times["server"])
     return {
         name: {"mean_ms": statistics.mean(row), **spread(row), "added_ms": statistics.median(row) - base}
@@ -155,19 +150,15 @@ def alone(entries: list[str], arguments: argparse.Namespace) -> dict[str, dict[s
     }
 
 
-async def in_turns(urls: dict[str, str], arguments: argparse.Namespace) -> dict[str, list[float]]:
+async def in_turns(urls: dict[str, str], options: Options) -> dict[str, list[float]]:
     """Return each system's first tokens in ms, of one short prompt that is cached, in orders drawn anew."""
-    body = chat_body(arguments.model, 1, "Which side is port?", text_of(100, resolve_model(arguments.model), 9999))
+    body = chat_body(options.model, 1, "Which side is port?", text_of(100, resolve_model(options.model), 9999))
     times: dict[str, list[float]] = {name: [] for name in urls}
     chance = random.Random(1)
     async with httpx.AsyncClient(timeout=300) as client:
-        for number in range(-WARMING, arguments.alone):
+        for number in range(-WARMING, options.alone):
             for name in chance.sample(sorted(urls), len(urls)):
                 answer = await stream_chat(client, urls[name], body)
                 if number >= 0:
                     times[name].append(1000 * answer.ttft_s)
     return times
-
-
-if __name__ == "__main__":
-    main()

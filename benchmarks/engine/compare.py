@@ -3,14 +3,12 @@
 The systems run in separate processes, one after the other, with the same prompts and the same size of KV blocks.
 """
 
-import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import names_of, parser_of, progress, spread, write
+from benchmarks.common.harness import Findings, Options, apart, benchmark, flag, names_flag, rows_of
+from benchmarks.common.report import spread
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_ROWS
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources import resolve_model
@@ -22,36 +20,35 @@ MODULES = {
     "vllm_cpu": "benchmarks.peers.vllm_cpu",
 }
 """``warmpath_vllm``: vLLM under warmpath. The first measured system of ours is compared with all others."""
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 1800
 
 
-def main() -> None:
-    """Parse flags, run each system, write the JSON."""
-    parser = parser_of(__doc__, "small")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--prefix-tokens", type=int, default=8000)
-    parser.add_argument("--question-tokens", type=int, default=32)
-    parser.add_argument("--batch-new-tokens", type=int, default=64)
-    parser.add_argument("--block-size", type=int, default=VLLM_CPU_BLOCK_SIZE, help="vLLM's minimum on a CPU is 32")
-    parser.add_argument("--systems", type=names_of(MODULES), default=",".join(MODULES))
-    here = "" if vllm_missing() else sys.executable
-    parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", here))
-    arguments = parser.parse_args()
-    info = load_checkpoint_info(resolve_model(arguments.model))
+@benchmark(
+    __doc__,
+    flag("dtype", "bfloat16"),
+    flag("device", "auto"),
+    flag("threads", os.cpu_count() or 1),
+    flag("runs", 5),
+    flag("prefix-tokens", 8000),
+    flag("question-tokens", 32),
+    flag("batch-new-tokens", 64),
+    flag("block-size", VLLM_CPU_BLOCK_SIZE, "vLLM's minimum on a CPU is 32"),
+    names_flag("systems", MODULES),
+    flag("vllm-python", os.environ.get("VLLM_PYTHON", "" if vllm_missing() else sys.executable)),
+    model="small",
+)
+def run(options: Options) -> Findings:
+    """Measure each system."""
+    info = load_checkpoint_info(resolve_model(options.model))
     names = ("dtype", "device", "threads", "runs", "block_size", "prefix_tokens", "question_tokens", "batch_new_tokens")
     workload = {
         "model": str(info.path),
         "vocab_size": info.vocab_size,
         "max_model_len": min(info.max_model_len, 16384),
         "cache_tokens": 131072,
-        **{name: getattr(arguments, name) for name in names},
+        **{name: getattr(options, name) for name in names},
     }
-    results = {name: run(name, workload, arguments.vllm_python) for name in progress(arguments.systems, "engine")}
-    write(arguments.json, vars(arguments), {"systems": results, "ratios": ratios(results)}, summary(results))
+    results = rows_of(options.systems, lambda name: measure(name, workload, options.vllm_python))
+    return Findings({"systems": results, "ratios": ratios(results)}, summary(results))
 
 
 def summary(results: dict[str, dict[str, Any]]) -> str:
@@ -71,23 +68,14 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
     return " ".join(sentences)
 
 
-def run(name: str, workload: dict[str, Any], vllm_python: str) -> dict[str, Any]:
+def measure(name: str, workload: dict[str, Any], vllm_python: str) -> dict[str, Any]:
     """Measure one system; a failure becomes a row with the reason."""
     python = sys.executable if name == "warmpath" else vllm_python
     if not python:
         return {"not_measured": "no --vllm-python given; see benchmarks/peers/vllm_cpu.py"}
-    done = subprocess.run(
-        [python, "-m", MODULES[name]],
-        input=json.dumps({**workload, "system": name}),
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        return {"not_measured": f"its process ended with status {done.returncode}"}
-    answer = json.loads(done.stdout)
+    answer = apart(MODULES[name], {**workload, "system": name}, python=python)
+    if "seconds" not in answer:
+        return answer
     return {"version": answer["version"], **figures(answer["seconds"], workload)}
 
 
@@ -121,7 +109,3 @@ def ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
         for peer, theirs in results.items()
         if peer != first and names[0] in theirs and names[0] in ours
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,6 @@ arrive alone and in bursts, some are aborted, and sometimes the cache is reset. 
 with a public prompt, and a part of the requests stores nothing.
 """
 
-import argparse
 import json
 import random
 import tempfile
@@ -21,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.harness import Findings, Options, benchmark, engine_flag, flag, progress
 from benchmarks.common.output_collector import OutputCollector, running
 from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.random_drafter import with_eagle_head
 from benchmarks.common.random_windows import make_windowed
-from benchmarks.common.report import add_engine_flag, parser_of, progress, write
 from router.core import RoutingCore
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, extend_chain, hash_at, split_chain
 from router.protocol.events import BlocksRemoved, CacheCleared, Event
@@ -45,54 +44,54 @@ SYSTEM_TOKENS, LONGEST_TOKENS = 200, 900
 _SECRET = b"predictions benchmark"
 
 
-def main() -> None:
-    """Parse flags, run, write the JSON."""
-    parser = parser_of(__doc__, "demo")
-    add_engine_flag(parser, "torch", "prefixes", "adapters")
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--blocks", type=int, default=256, help=f"blocks of {BLOCK} tokens in the pool")
-    parser.add_argument("--conversations", type=int, default=24, help=f"each of up to {LONGEST_TOKENS} tokens")
-    parser.add_argument("--burst", type=int, default=4, help="requests in a burst, in about every fifth turn")
-    parser.add_argument("--pause-s", type=float, default=0.03, help="time between turns, for cache events to arrive")
-    parser.add_argument("--public-tokens", type=int, default=0, help="tokens of a public prompt before half of them")
-    parser.add_argument("--unstored", type=float, default=0.0, help="fraction of requests with store_kv false")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--drafts", type=int, default=0, help="tokens that vLLM drafts by n-grams; answers then repeat")
-    parser.add_argument(
-        "--speculative-config", type=json.loads, help="vLLM's, for drafts; without a model, EAGLE gets a random head"
-    )
-    parser.add_argument("--window", type=int, default=0, help="take a tiny model with windows of so many tokens")
-    arguments = parser.parse_args()
+@benchmark(
+    __doc__,
+    engine_flag("torch", "prefixes", "adapters"),
+    flag("requests", 2000),
+    flag("blocks", 256, f"blocks of {BLOCK} tokens in the pool"),
+    flag("conversations", 24, f"each of up to {LONGEST_TOKENS} tokens"),
+    flag("burst", 4, "requests in a burst, in about every fifth turn"),
+    flag("pause-s", 0.03, "time between turns, for cache events to arrive"),
+    flag("public-tokens", 0, "tokens of a public prompt before half of them"),
+    flag("unstored", 0.0, "fraction of requests with store_kv false"),
+    flag("seed", 1),
+    flag("drafts", 0, "tokens that vLLM drafts by n-grams; answers then repeat"),
+    flag("speculative-config", None, "vLLM's, for drafts; without a model, EAGLE gets a random head", type=json.loads),
+    flag("window", 0, "take a tiny model with windows of so many tokens"),
+    model="demo",
+)
+def run(options: Options) -> Findings:
+    """Compare each answer with its prediction."""
     with tempfile.TemporaryDirectory(prefix="warmpath-windows-") as directory:
-        model = resolve_model(arguments.model)
-        if arguments.window:
+        model = resolve_model(options.model)
+        if options.window:
             vocab_size = load_checkpoint_info(model).vocab_size
-            model = make_windowed(Path(directory) / "model", vocab_size, arguments.window, model)
-        results = measure(model, arguments)
+            model = make_windowed(Path(directory) / "model", vocab_size, options.window, model)
+        results = measure(model, options)
     alone, in_bursts = results["one_at_a_time"]["exact"], results["in_bursts"]["exact"]
-    said = (
+    return Findings(
+        results,
         f"Cached tokens exactly as predicted: {results['exact']:.2%} of {results['requests']} requests "
         f"({alone:.2%} of those that arrived alone, {in_bursts:.2%} of those in bursts); "
-        f"the others: {results['others'] or 'none'}. {results['evictions']} blocks were evicted."
+        f"the others: {results['others'] or 'none'}. {results['evictions']} blocks were evicted.",
     )
-    write(arguments.json, vars(arguments), results, said)
 
 
-def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(model: Path, options: Options) -> dict[str, Any]:
     """Send all requests; return the share of answers with the predicted cached tokens, and reasons for the others."""
-    drafting = arguments.speculative_config
-    if arguments.drafts:
-        drafting = {"method": NGRAM, "num_speculative_tokens": arguments.drafts}
+    drafting = options.speculative_config
+    if options.drafts:
+        drafting = {"method": NGRAM, "num_speculative_tokens": options.drafts}
     routed = Routed()
     with tempfile.TemporaryDirectory(prefix="warmpath-predictions-") as directory, ExitStack() as stack:
         info = load_checkpoint_info(model)
         drafting = with_eagle_head(drafting, model, Path(directory) / "head")
         config = AppConfig(
             model=str(model),
-            engine=arguments.engine,
+            engine=options.engine,
             dtype="float32",
             block_size=BLOCK,
-            num_blocks=arguments.blocks,
+            num_blocks=options.blocks,
             max_model_len=2048,
             max_num_seqs=8,
             max_num_batched_tokens=512,
@@ -102,19 +101,19 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             speculative_config=drafting,
         )
         adapters = ["", ""]
-        specs = [] if ENGINES[arguments.engine].simulated else make_adapters(model, Path(directory), 2, rank=4)
+        specs = [] if ENGINES[options.engine].simulated else make_adapters(model, Path(directory), 2, rank=4)
         engine = stack.enter_context(running(make_engine(config, info, routed.events)))
         for spec in specs:
             engine.adapters.load(spec)
             adapters.append(spec.key)
-        blocks = sorted({0, arguments.public_tokens // BLOCK})
+        blocks = sorted({0, options.public_tokens // BLOCK})
         scopes = [
             PrefixScope(info.fingerprint, adapter, tenant, public)
             for public in blocks for tenant in TENANTS for adapter in adapters
         ]  # fmt: skip
-        talks = Talks(scopes, info.vocab_size, arguments, random.Random(arguments.seed))
+        talks = Talks(scopes, info.vocab_size, options, random.Random(options.seed))
         talks.rules = TokenRules(logit_bias=((300, 100.0),)) if drafting else None
-        return _ask_all(engine, routed, talks, arguments)
+        return _ask_all(engine, routed, talks, options)
 
 
 class Routed:
@@ -176,15 +175,13 @@ class PredictedRequest:
 class Talks:
     """Conversations with one of their scope's two system prompts; long ones restart."""
 
-    def __init__(
-        self, scopes: Sequence[PrefixScope], vocab_size: int, arguments: argparse.Namespace, rng: random.Random
-    ) -> None:
+    def __init__(self, scopes: Sequence[PrefixScope], vocab_size: int, options: Options, rng: random.Random) -> None:
         self._vocab = vocab_size
         self._random = rng
-        self._unstored = arguments.unstored
-        self._public = self._tokens(arguments.public_tokens)
+        self._unstored = options.unstored
+        self._public = self._tokens(options.public_tokens)
         self._systems = {scope: [self._tokens(SYSTEM_TOKENS) for _ in range(2)] for scope in scopes}
-        self._talks = [Talk(scope, self._opening(scope)) for scope in islice(cycle(scopes), arguments.conversations)]
+        self._talks = [Talk(scope, self._opening(scope)) for scope in islice(cycle(scopes), options.conversations)]
         self._requests = 0
         self.rules: TokenRules | None = None
 
@@ -223,16 +220,16 @@ class Talks:
         return generator.integers(300, self._vocab, count, dtype=np.int32)
 
 
-def _ask_all(engine: Engine, routed: Routed, talks: Talks, arguments: argparse.Namespace) -> dict[str, Any]:
+def _ask_all(engine: Engine, routed: Routed, talks: Talks, options: Options) -> dict[str, Any]:
     alone, in_bursts, done = Counter[str](), Counter[str](), Counter[str]()
-    bar = iter(progress(range(arguments.requests), "requests"))
-    while alone.total() + in_bursts.total() < arguments.requests:
-        time.sleep(arguments.pause_s)
+    bar = iter(progress(range(options.requests), "requests"))
+    while alone.total() + in_bursts.total() < options.requests:
+        time.sleep(options.pause_s)
         if talks.chance(0.005):
             done["resets"] += engine.reset_prefix_cache()
         burst = talks.chance(0.2)
         outputs = OutputCollector()
-        asked = [_ask(engine, routed, one, outputs) for one in talks.draw(arguments.burst if burst else 1)]
+        asked = [_ask(engine, routed, one, outputs) for one in talks.draw(options.burst if burst else 1)]
         if burst:
             _abort_one(engine, talks, asked[-1], done)
         outputs.wait({each.request.request_id for each in asked})
@@ -292,7 +289,3 @@ def _compared(routed: Routed, asked: PredictedRequest, delivered: int) -> str:
 def _shares(counts: Counter[str]) -> dict[str, Any]:
     total = counts.total()
     return {"requests": total, "exact": counts["exact"] / total if total else 1.0}
-
-
-if __name__ == "__main__":
-    main()

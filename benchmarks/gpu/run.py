@@ -3,7 +3,6 @@
 The model has random weights, by its shape. Each row is written to the JSON when it is known; one that fails says why.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -21,7 +20,8 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.common.report import BenchmarkError, names_of, parser_of, versions
+from benchmarks.common.harness import Findings, Options, benchmark, flag, names_flag, note, versions
+from benchmarks.common.report import BenchmarkError
 from benchmarks.common.server import MARK, leaving_on_sigterm, marked_processes
 from benchmarks.engine import compare
 from benchmarks.gpu import models, rows, two
@@ -60,29 +60,32 @@ class Report:
     def __init__(self, path: Path | None, settings: Mapping[str, Any], card: Card) -> None:
         self._path, self._began_s = path, time.monotonic()
         self.rows: dict[str, Any] = {}
-        self._head = {"settings": dict(settings), "versions": versions(), "card": card.name or "none: a rehearsal"}
+        self._card = {"card": card.name or "none: a rehearsal"}
+        self._head = {"settings": dict(settings), "versions": versions(), **self._card}
 
     def add(self, name: str, figures: RowFigures | None, said: str) -> None:
         """Write a row; without figures it says why it was not measured."""
         row = {"not_measured": said} if figures is None else {"said": said, "figures": figures}
         self.rows[name] = row | {"at_s": round(time.monotonic() - self._began_s, 1)}
-        print(f"{name}: {'not measured: ' if figures is None else ''}{said}", file=sys.stderr, flush=True)
+        note(f"{name}: {'not measured: ' if figures is None else ''}{said}")
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             whole = self._path.with_name(f"{self._path.name}.part")
-            whole.write_text(self.text() + "\n")
+            found = self.findings()
+            document = self._head | {"results": found.results, "summary": found.summary}
+            whole.write_text(json.dumps(document, indent=2, default=str) + "\n")
             whole.replace(self._path)
 
-    def text(self) -> str:
-        """Return the document, with the same keys as other benchmarks' reports."""
+    def findings(self) -> Findings:
+        """Return the rows so far."""
         summary = " ".join(row["said"] for row in self.rows.values() if "said" in row)
-        return json.dumps(self._head | {"results": self.rows, "summary": summary}, indent=2, default=str)
+        return Findings(self.rows, summary, more=self._card)
 
 
 class Run:
     """One run of the wanted rows. ``stack``: stops what was started; ``work``: an empty directory."""
 
-    def __init__(self, options: argparse.Namespace, stack: ExitStack, work: Path) -> None:
+    def __init__(self, options: Options, stack: ExitStack, work: Path) -> None:
         self._end_s = time.monotonic() + 60 * float(options.minutes) - END_S
         self._shape, self._wanted, self._card = SHAPES[options.shape], set(options.rows), find_card()
         self._windowed = windowed(options.shape)
@@ -248,7 +251,7 @@ def in_one_process(shape: Shape, checkpoint: Path) -> MeasuredRow:
         "device": "auto", "threads": 1, "block_size": VLLM_CPU_BLOCK_SIZE, "prefix_tokens": shape.prompts[-1],
         "batch_new_tokens": 8, "load_format": "dummy",
     }  # fmt: skip
-    found = {name: compare.run(name, workload, sys.executable) for name in ("warmpath_vllm", "vllm_cpu")}
+    found = {name: compare.measure(name, workload, sys.executable) for name in ("warmpath_vllm", "vllm_cpu")}
     return found | {"ratios": compare.ratios(found)}, f"Without Ray Serve, in one process: {compare.summary(found)}"
 
 
@@ -259,23 +262,20 @@ def end_marked(mark: str) -> None:
             process.kill()
 
 
-def main() -> None:
-    """Parse flags, and measure; what was started is stopped, also at SIGTERM."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b", help="tiny: a rehearsal, without a GPU too")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything, starts and end included")
-    parser.add_argument("--rows", type=names_of((*ROWS, *MORE)), default=list(ROWS), help=_ROWS_HELP)
-    options = parser.parse_args()
+@benchmark(
+    __doc__,
+    flag("shape", "llama-8b", "tiny: a rehearsal, without a GPU too", choices=SHAPES),
+    flag("minutes", 9.0, "for everything, starts and end included"),
+    names_flag("rows", (*ROWS, *MORE), ",".join(ROWS), _ROWS_HELP),
+)
+def run(options: Options) -> Findings:
+    """Measure; what was started is stopped, also at SIGTERM."""
     if vllm_missing():
         raise BenchmarkError("this needs vLLM: on a CPU run .venv-vllm/bin/python -m benchmarks gpu (make venv-vllm)")
     if options.shape != "tiny" and not find_card().name:
         raise BenchmarkError(f"nvidia-smi names no GPU, and {options.shape} needs one; --shape tiny rehearses all rows")
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with leaving_on_sigterm(), TemporaryDirectory(dir=memory) as work, ExitStack() as stack:
-        run = Run(options, stack, Path(work))
-        run.all()
-    print(run.report.text())
-
-
-if __name__ == "__main__":
-    main()
+        rows = Run(options, stack, Path(work))
+        rows.all()
+    return rows.report.findings()

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks.common.report import BenchmarkError
-from benchmarks.common.server import MARK
+from benchmarks.common.server import MARK, new_tenants
 from benchmarks.gpu.shapes import Shape
 from cluster.local import LocalCluster, application
 from router.settings import DEFAULTS
 from serve_app.config.engine import ENGINES, VLLM_CPU_BLOCK_SIZE, EngineName
-from serve_app.tenants import make_api_key
 
 MODEL = "model"
 TENANTS = ("tenant-0", "tenant-1", "tenant-2")
@@ -108,9 +107,7 @@ class Warmpath(LocalCluster):
         eager: bool = False, drafting: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(1, env={MARK: mark}, gpus=int(bool(card.name)))
-        made = {name: make_api_key() for name in (*TENANTS, FLOODER, OPERATOR)}
-        self.keys = {name: key for name, (key, _) in made.items()}
-        digests = {name: [digest] for name, (_, digest) in made.items()}
+        self.keys, (*tenants, operator) = new_tenants([*TENANTS, FLOODER, OPERATOR])
         graphs = {"compilation_config": _GRAPHS} if card.name and replicas == 1 and not eager else {}
         vllm = {"engine_args": {"load_format": "dummy", **graphs}, "enforce_eager": not graphs}
         vllm |= {"speculative_config": drafting} if drafting else {}
@@ -122,9 +119,9 @@ class Warmpath(LocalCluster):
             "max_num_seqs": SEQUENCES,
             "max_num_batched_tokens": min(2048 if replicas > 1 else 8192, shape.batched_tokens),
             "kv_cache_bytes": card.kv_bytes(shape), "max_waiting_requests": _MANY, "max_queued_requests": _MANY,
-            "tenants": [{"name": name, "key_sha256": digests[name]} for name in (*TENANTS, FLOODER)],
-            "operator_key_sha256": digests[OPERATOR], **(gpu if card.name else {"num_threads": 1}),
-            **(vllm if "ranks" in ENGINES[engine].can else {}), **(both if replicas > 1 else {}),
+            "tenants": tenants, "operator_key_sha256": operator["key_sha256"],
+            **(gpu if card.name else {"num_threads": 1}), **(both if replicas > 1 else {}),
+            **(vllm if "ranks" in ENGINES[engine].can else {}),
         }  # fmt: skip
         self._mark = mark
         headers = self.target(OPERATOR).headers

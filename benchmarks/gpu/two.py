@@ -47,7 +47,7 @@ def routing(bench: Bench, ours: Warmpath) -> Iterator[tuple[str, MeasuredRow]]:
     text, trace = TraceText(bench.checkpoint, bench.shape.chats_per_id), read_trace(DEFAULT_TRACE, bench.shape.chats)
     needed_s = sum(text.prompt_tokens(request) for request in trace) / rate
     speed = (trace[-1].arrival_s - trace[0].arrival_s) * text.tokens_per_id / TRACE_BLOCK_TOKENS / needed_s
-    chats = trace_shots(trace, text, agents.parse(["--model", MODEL, "--speed", str(speed)]), keys)
+    chats = trace_shots(trace, text, agents.run.parse(["--model", MODEL, "--speed", str(speed)]), keys)
     rows: dict[str, RowFigures] = {"agents": {}, "chats": {}}
     for policy in POLICIES:
         ours.set_policy(policy)
@@ -65,7 +65,7 @@ def routing(bench: Bench, ours: Warmpath) -> Iterator[tuple[str, MeasuredRow]]:
 
 def _sessions(text: TraceText, keys: Mapping[str, str], rate: float) -> tuple[agents.ReplayLoad, list[float]]:
     """Return sessions and their times of arrival; ``rate``: prefilled tokens per second."""
-    options = agents.parse(["--sessions", "12", "--turns", "6", "--model", MODEL, "--speed", "1"])
+    options = agents.run.parse(["--sessions", "12", "--turns", "6", "--model", MODEL, "--speed", "1"])
     options.longest_pause_s = float("inf")
     chosen = agents.drawn(read_sessions(), options)
     turns = [turn for session in chosen for stream in session.streams for turn in stream.turns]

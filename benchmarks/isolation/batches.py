@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from benchmarks.common.report import parser_of, percentile, progress, spread, write
+from benchmarks.common.harness import Findings, Options, benchmark, flag, progress
+from benchmarks.common.report import percentile, spread
 from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope, TokenArray
 from router.settings import RouterSettings
@@ -304,27 +305,25 @@ def measure(workload: Workload) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Parse flags, run, write the JSON."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--lines", type=int, default=2000)
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--pool-prompts", type=int, default=10)
-    parser.add_argument("--chats-per-s", type=float, default=2.0)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    given = {name: value for name, value in vars(arguments).items() if name != "json"}
-    workload = Workload(**given)
-    found = measure(workload)
-    said = (
-        f"Simulated: {workload.lines} shuffled lines over {workload.prompts} prompts compute "
-        f"{found['batch']['computed_to_least']:.3f} of the least possible tokens, in the file's order "
-        f"{found['file_order_to_batch']:.1f} times as many. Beside the batch, chats' p99 is "
-        f"{found['ttft_p99_ratio']:.2f} times that alone to the first token, {found['answer_p99_ratio']:.2f} times for "
-        "a whole answer."
+@benchmark(
+    __doc__,
+    flag("lines", 2000),
+    flag("prompts", 50),
+    flag("pool-prompts", 10),
+    flag("chats-per-s", 2.0),
+    flag("seed", 0),
+    simulated=True,
+)
+def run(options: Options) -> Findings:
+    """Run all cases."""
+    workload = Workload(**{name: value for name, value in vars(options).items() if name != "json"})
+    results = measure(workload)
+    return Findings(
+        results,
+        f"{workload.lines} shuffled lines over {workload.prompts} prompts compute "
+        f"{results['batch']['computed_to_least']:.3f} of the least possible tokens, in the file's order "
+        f"{results['file_order_to_batch']:.1f} times as many. Beside the batch, chats' p99 is "
+        f"{results['ttft_p99_ratio']:.2f} times that alone to the first token, {results['answer_p99_ratio']:.2f} times "
+        "for a whole answer.",
+        asdict(workload),
     )
-    write(arguments.json, asdict(workload), found, said)
-
-
-if __name__ == "__main__":
-    main()

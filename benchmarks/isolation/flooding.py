@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.harness import Findings, Options, benchmark, engine_flag, flag, progress
 from benchmarks.common.output_collector import OutputCollector, running
 from benchmarks.common.random_drafter import with_eagle_head
-from benchmarks.common.report import add_engine_flag, parser_of, percentile, progress, spread, write
+from benchmarks.common.report import percentile, spread
 from benchmarks.common.virtual_clock import VirtualClock
 from router.protocol.block_hash import PrefixScope, TokenArray
 from serve_app.cache.prefix.prefix_cache import PrefixCache
@@ -279,35 +280,32 @@ def _request(name: str, tenant: str, ids: TokenArray, answer_tokens: int, *, pro
     )
 
 
-def main() -> None:
-    """Parse flags, run, write the JSON."""
-    parser = parser_of(__doc__, "demo")
-    add_engine_flag(parser, "simulated", "prefixes")
-    parser.add_argument("--duration-s", type=float, help="duration of the requests, in each of three cases")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--speculative-config", type=json.loads, help="vLLM's; EAGLE without a model gets a random head"
-    )
-    arguments = parser.parse_args()
-    workload, live = FloodWorkload(seed=arguments.seed), not ENGINES[arguments.engine].simulated
-    model = resolve_model(arguments.model) if live else Path()
+@benchmark(
+    __doc__,
+    engine_flag("simulated", "prefixes"),
+    flag("duration-s", None, "duration of the requests, in each of three cases", type=float),
+    flag("seed", 0),
+    flag("speculative-config", None, "vLLM's; EAGLE without a model gets a random head", type=json.loads),
+    model="demo",
+)
+def run(options: Options) -> Findings:
+    """Run the workload alone, beside the flood, and unprotected."""
+    workload, live = FloodWorkload(seed=options.seed), not ENGINES[options.engine].simulated
+    model = resolve_model(options.model) if live else Path()
     if live:
         workload = replace(workload, **LIVE, vocab_size=load_checkpoint_info(model).vocab_size)
-    if arguments.duration_s:
-        workload = replace(workload, duration_s=arguments.duration_s)
+    if options.duration_s:
+        workload = replace(workload, duration_s=options.duration_s)
     with tempfile.TemporaryDirectory(prefix="warmpath-drafter-") as directory:
-        drafting = with_eagle_head(arguments.speculative_config, model, Path(directory) / "head")
-        found = measure_live(arguments.engine, model, workload, drafting) if live else measure_flooding(workload)
-    said = (
-        f"Beside a tenant that floods, the quiet ones keep {found['hit_rate_ratio']:.2f} of their hit rate, and "
-        f"{found['unprotected_hit_rate_ratio']:.2f} without quotas and fair queue; their p95 to a first token is "
-        f"{found['ttft_p95_ratio']:.1f} and {found['unprotected_ttft_p95_ratio']:.1f} times that alone, "
-        f"and whole answers take {found['answer_p50_ratio']:.1f} times (median) and {found['answer_p95_ratio']:.1f} "
-        "times (p95) as long "
-        f"({arguments.engine}{'' if live else ', in virtual time'})."
+        drafting = with_eagle_head(options.speculative_config, model, Path(directory) / "head")
+        results = measure_live(options.engine, model, workload, drafting) if live else measure_flooding(workload)
+    return Findings(
+        results,
+        f"Beside a tenant that floods, the quiet ones keep {results['hit_rate_ratio']:.2f} of their hit rate, and "
+        f"{results['unprotected_hit_rate_ratio']:.2f} without quotas and fair queue; their p95 to a first token is "
+        f"{results['ttft_p95_ratio']:.1f} and {results['unprotected_ttft_p95_ratio']:.1f} times that alone, "
+        f"and whole answers take {results['answer_p50_ratio']:.1f} times (median) and "
+        f"{results['answer_p95_ratio']:.1f} times (p95) as long "
+        f"({options.engine}{'' if live else ', in virtual time'}).",
+        asdict(workload),
     )
-    write(arguments.json, asdict(workload), found, said)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,18 +3,14 @@
 Each row is measured in a separate process, because of its resident memory. A failed peer is reported with the reason.
 """
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.common.report import parser_of, progress, write
+from benchmarks.common.harness import Findings, Options, apart, benchmark, flag, progress
 from benchmarks.routing.workload import (
     BLOCK_SIZE,
     BLOCKS_A_MESSAGE,
@@ -32,7 +28,6 @@ from router.protocol.request import RoutedRequest
 
 SIZES = ((8, 10_000), (64, 1_000_000), (512, 1_000_000))
 MODULES = {"warmpath": "benchmarks.routing.decision_latency", "ray_prefix_tree": "benchmarks.peers.ray_prefix_tree"}
-ROOT = Path(__file__).parents[2]
 OPEN_RESERVATIONS = 32
 PREFILL_TOKENS_PER_S = 5000.0
 TIMEOUT_S = 900
@@ -82,19 +77,6 @@ def reports(workload: RoutingWorkload) -> Iterator[tuple[str, LoadReport]]:
         yield name, LoadReport(queued, running, waiting, 64, 256, PREFILL_TOKENS_PER_S, pull_tokens_per_s=50_000.0)
 
 
-def measure_apart(system: str, workload: RoutingWorkload) -> dict[str, Any]:
-    """Measure one system in a separate process; a failure becomes a row with the reason."""
-    row = {"system": system, "replicas": workload.replicas, "blocks": workload.blocks}
-    command = [sys.executable, "-m", MODULES[system], json.dumps(asdict(workload))]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {**row, "not_measured": str(error)}
-    if done.returncode:
-        return {**row, "not_measured": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    return {**row, **json.loads(done.stdout.strip().splitlines()[-1])}
-
-
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """Return a sentence with the figures of the middle size."""
     replicas, blocks = SIZES[1]
@@ -108,30 +90,29 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     return f"A decision at {replicas} replicas and {blocks:,} blocks took (p50 / p99): {', '.join(figures)}."
 
 
-def main() -> None:
-    """Measure every system at every size."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--systems", nargs="+", default=list(MODULES), choices=list(MODULES))
-    parser.add_argument("--decisions", type=int, default=5000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    rows = [
-        measure_apart(system, RoutingWorkload(replicas, blocks, arguments.decisions, arguments.seed))
-        for (replicas, blocks), system in progress(list(product(SIZES, arguments.systems)), "routing")
-    ]
+@benchmark(
+    __doc__,
+    flag("systems", list(MODULES), nargs="+", choices=list(MODULES)),
+    flag("decisions", 5000),
+    flag("seed", 0),
+)
+def run(options: Options) -> Findings:
+    """Measure every system at every size, each in a process of its own."""
+    rows = []
+    for (replicas, blocks), system in progress(list(product(SIZES, options.systems)), "routing"):
+        workload = RoutingWorkload(replicas, blocks, options.decisions, options.seed)
+        figures = apart(MODULES[system], asdict(workload), timeout_s=TIMEOUT_S, quiet=True)
+        rows.append({"system": system, "replicas": replicas, "blocks": blocks, **figures})
     settings = {
-        "decisions": arguments.decisions,
-        "seed": arguments.seed,
+        "decisions": options.decisions,
+        "seed": options.seed,
         "prompt_tokens": PROMPT_TOKENS,
         "block_size": BLOCK_SIZE,
         "holders_per_block": HOLDERS,
         "blocks_a_message": BLOCKS_A_MESSAGE,
     }
-    write(arguments.json, settings, {"rows": rows}, summary(rows))
+    return Findings({"rows": rows}, summary(rows), settings)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1].startswith("{"):
-        serve(measure_routing)
-    else:
-        main()
+    serve(measure_routing)

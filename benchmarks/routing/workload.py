@@ -72,5 +72,5 @@ def resident_bytes() -> int:
 
 
 def serve(measure: Callable[[RoutingWorkload], dict[str, float]]) -> None:
-    """Measure the workload in the first argument (JSON), and print the figures as JSON."""
-    print(json.dumps(measure(RoutingWorkload(**json.loads(sys.argv[1])))))
+    """Run as a process of its own: read the workload, measure, print the figures."""
+    print(json.dumps(measure(RoutingWorkload(**json.load(sys.stdin)))))

@@ -1,6 +1,5 @@
 """Agents' sessions on a simulated cluster, closed loop: a turn starts a pause after the previous answer."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from benchmarks.common.agent_sessions import (
     requests_of,
     working_set_tokens,
 )
+from benchmarks.common.harness import note
 from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.replica import Job
@@ -194,14 +194,14 @@ def simulate_agents(
             row = results[f"{name}, pool {pool:g}"] = Agents(
                 Cluster(replace(settings, blocks=blocks), contender), load
             ).run()
-            print(f"{name}, pool {pool:g}: {_line(row)}", file=sys.stderr, flush=True)
+            note(f"{name}, pool {pool:g}: {_line(row)}")
     return results
 
 
 def agents_summary(results: dict[str, dict[str, float]]) -> str:
     """Return a sentence with all rows."""
     rows = "; ".join(f"{name}: {_line(row)}" for name, row in results.items())
-    return f"Simulated: job time over that of an unlimited cache without queue, and hit rate. {rows}."
+    return f"job time over that of an unlimited cache without queue, and hit rate. {rows}."
 
 
 def _line(row: dict[str, float]) -> str:

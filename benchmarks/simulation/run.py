@@ -6,13 +6,13 @@ runs sessions of coding agents in a closed loop, by job time (best with `--repli
 of one tenant, 20 long and 100 short ones.
 """
 
-import argparse
-import sys
 import time
+from argparse import BooleanOptionalAction
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 
-from benchmarks.common.report import parser_of, write
+from benchmarks.common.harness import Findings, Options, benchmark, flag, note
 from benchmarks.common.trace import add_trace_flags, chosen_trace
 from benchmarks.simulation.agents import agents_summary, simulate_agents, simulate_long_and_short
 from benchmarks.simulation.cluster import Cluster, unlimited
@@ -53,9 +53,9 @@ def simulate(
     for name, contender in runs.items():
         started_s = time.perf_counter()
         results[name] = Cluster(settings, contender).run(requests).summary()
-        print(f"{_line(name, results[name])}  ({time.perf_counter() - started_s:.1f} s)", file=sys.stderr, flush=True)
+        note(f"{_line(name, results[name])}  ({time.perf_counter() - started_s:.1f} s)")
     results[UNLIMITED] = unlimited(requests, settings).summary()
-    print(_line(UNLIMITED, results[UNLIMITED]), file=sys.stderr)
+    note(_line(UNLIMITED, results[UNLIMITED]))
     return results
 
 
@@ -73,7 +73,7 @@ def summary(results: dict[str, dict[str, float]]) -> str:
         return "Simulated mean TTFT: " + ", ".join(f"{name} {mean:.2f} s" for name, mean in means.items()) + "."
     baselines = [name for name in CONTENDING if name in means and name != DEFAULT_POLICY]
     ratios = "".join(f", {ours / means[name]:.2f} of {name}'s" for name in baselines)
-    sentence = f"Simulated: mean TTFT {ours:.2f} s with {DEFAULT_POLICY}{ratios}."
+    sentence = f"mean TTFT {ours:.2f} s with {DEFAULT_POLICY}{ratios}."
     parts = [f"{DEFAULT_POLICY}/{part}" for part in ("first_come", "shortest_first", "first_come+pull")]
     if all(part in means for part in parts):
         alone, order, pull = (means[part] for part in parts)
@@ -83,33 +83,26 @@ def summary(results: dict[str, dict[str, float]]) -> str:
     return sentence
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    add_trace_flags(parser, requests=6000)
-    parser.add_argument("--replicas", type=int, default=16)
-    parser.add_argument("--blocks", type=int, default=1500, help="blocks of 512 tokens per replica")
-    parser.add_argument("--prefill-rate", type=float, nargs="+", default=[5000.0], help="tokens/s; several: in turn")
-    parser.add_argument("--speed", type=float, default=1.0, help="divides the trace's timestamps")
-    parser.add_argument("--routers", type=int, default=1)
-    parser.add_argument("--feed-delay-ms", type=float, default=0.0)
-    parser.add_argument("--pull", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument(
-        "--parts", action=argparse.BooleanOptionalAction, default=True, help="add rows for each part's share"
-    )
-    parser.add_argument("--policies", nargs="+", choices=CONTENDING, default=list(CONTENDING))
-    parser.add_argument("--sessions", type=int, default=120, help=f"with --trace {AGENTS}: number of sessions, of 200")
-    parser.add_argument("--running", type=float, default=32, help="with agents: concurrent sessions without a queue")
-    parser.add_argument(
-        "--pools", type=float, nargs="+", default=[2, 1, 0.5, 0.25], help="with agents: fractions of the working set"
-    )
-    parser.add_argument("--tenants", type=int, default=4, help="with agents")
-    return parser.parse_args(arguments)
-
-
-def main() -> None:
+@benchmark(
+    __doc__,
+    partial(add_trace_flags, requests=6000),
+    flag("replicas", 16),
+    flag("blocks", 1500, "blocks of 512 tokens per replica"),
+    flag("prefill-rate", [5000.0], "tokens/s; several: in turn", type=float, nargs="+"),
+    flag("speed", 1.0, "divides the trace's timestamps"),
+    flag("routers", 1),
+    flag("feed-delay-ms", 0.0),
+    flag("pull", True, action=BooleanOptionalAction),
+    flag("parts", True, "add rows for each part's share", action=BooleanOptionalAction),
+    flag("policies", list(CONTENDING), nargs="+", choices=CONTENDING),
+    flag("sessions", 120, f"with --trace {AGENTS}: number of sessions, of 200"),
+    flag("running", 32.0, "with agents: concurrent sessions without a queue"),
+    flag("pools", [2, 1, 0.5, 0.25], "with agents: fractions of the working set", type=float, nargs="+"),
+    flag("tenants", 4, "with agents"),
+    simulated=True,
+)
+def run(options: Options) -> Findings:
     """Replay the trace with every policy."""
-    options = parse()
     settings = ClusterSettings(
         replicas=options.replicas,
         blocks=options.blocks,
@@ -120,18 +113,14 @@ def main() -> None:
         speed=options.speed,
         seed=options.seed,
     )
-    if options.trace in (AGENTS, LONG_AND_SHORT):
-        if options.trace == AGENTS:
-            found = simulate_agents(settings, options.pools, options.sessions, options.running, options.tenants)
-        else:
-            found = simulate_long_and_short(settings, options.pools)
-        write(options.json, vars(options), found, agents_summary(found))
-        return
-    runs = contenders(options.policies, pull=options.pull, parts=options.parts)
-    results = simulate(chosen_trace(options), settings, runs)
+    if options.trace == AGENTS:
+        rows = simulate_agents(settings, options.pools, options.sessions, options.running, options.tenants)
+        return Findings(rows, agents_summary(rows))
+    if options.trace == LONG_AND_SHORT:
+        rows = simulate_long_and_short(settings, options.pools)
+        return Findings(rows, agents_summary(rows))
+    rows = simulate(
+        chosen_trace(options), settings, contenders(options.policies, pull=options.pull, parts=options.parts)
+    )
     replayed = {"pull": options.pull, "trace": options.trace, "skip": options.skip, "requests": options.requests}
-    write(options.json, {**asdict(settings), **replayed}, results, summary(results))
-
-
-if __name__ == "__main__":
-    main()
+    return Findings(rows, summary(rows), {**asdict(settings), **replayed})

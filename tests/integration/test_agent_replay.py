@@ -1,7 +1,6 @@
 """`python -m benchmarks agents`, a small run: real servers, tenants' keys, and a flood beside the agents."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,12 @@ FLAGS = "--engine simulated --model demo --sessions 3 --turns 3 --tenants 2 --to
 
 
 @pytest.mark.parametrize("pool", ["2", "0"])  # of 0: whatever a machine's speed, it holds the largest request
-def test_sessions_find_their_turns_beside_a_flood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: str) -> None:
+def test_sessions_find_their_turns_beside_a_flood(tmp_path: Path, pool: str) -> None:
     """Every turn is answered, else it raises, and so is the flood. A pool of twice the working set keeps most turns."""
     report = tmp_path / "report.json"
     flags = [*FLAGS.split(), "--pool", pool, "--running", "3", "--flood", "5", "--runs", "1", "--json", str(report)]
-    monkeypatch.setattr(sys, "argv", ["benchmarks agents", *flags])
     with START:
-        agents.main()
+        agents.run(flags)
     results = json.loads(report.read_text())["results"]
     beside, alone = results["rows"]["beside the flood"], results["rows"]["alone"]
     assert beside["flood_answered"]["runs"] == [5]

@@ -5,10 +5,7 @@ unlimited cache: its pauses, and the times of its answers one at a time with a p
 pauses are scaled down. `--against KEY=VALUE` changes the second server; without it the difference shows the noise.
 """
 
-import argparse
 import asyncio
-import json
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +27,9 @@ from benchmarks.common.agent_sessions import (
     requests_of,
     working_set_tokens,
 )
+from benchmarks.common.harness import Findings, Options, benchmark, engine_flag, flag, in_turns, note
 from benchmarks.common.open_loop import Shot, fire, hit_rate
-from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, percentile, spread, write
+from benchmarks.common.report import BenchmarkError, percentile, spread
 from benchmarks.common.server import instance
 from benchmarks.end_to_end.replay.run import with_tenants
 from benchmarks.end_to_end.replay.shots import trace_shots
@@ -49,33 +47,7 @@ TurnIndex = tuple[int, int]
 """The numbers of a session's stream and of its turn."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__, "smollm2")
-    add_engine_flag(parser, "torch", "prefixes")
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--sessions", type=int, default=20, help="random sessions of the trace's 200")
-    parser.add_argument(
-        "--turns", type=int, default=8, help="maximum turns of each stream; a session's main stream has this many"
-    )
-    parser.add_argument("--longest-prompt", type=int, default=150_000, help="trace tokens; longer sessions are skipped")
-    parser.add_argument("--running", type=float, default=6, help="concurrent sessions if there were no queue")
-    parser.add_argument("--tenants", type=int, default=4)
-    parser.add_argument("--tokens-per-id", type=int, default=4, help="replaces the trace's 512: scales all lengths")
-    parser.add_argument("--speed", type=float, default=32.0, help="divides the trace's pauses")
-    parser.add_argument("--longest-pause-s", type=float, default=5.0, help="limit of a pause after that division")
-    parser.add_argument("--pool", type=float, default=0.5, help="fraction of the concurrent sessions' contexts")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each of the two servers")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of both servers")
-    parser.add_argument("--against", action="append", default=[], metavar="KEY=VALUE", help="only of the second server")
-    parser.add_argument(
-        "--flood", type=int, default=0, help="sessions that another tenant opens, with lies in all hints"
-    )
-    return parser.parse_args(arguments)
-
-
-def drawn(sessions: Sequence[AgentSession], options: argparse.Namespace) -> list[AgentSession]:
+def drawn(sessions: Sequence[AgentSession], options: Options) -> list[AgentSession]:
     """Return the sessions to replay, with limited turns and scaled pauses. Raises BenchmarkError if too few match."""
     speed, longest_s = float(options.speed), float(options.longest_pause_s)
 
@@ -124,7 +96,7 @@ class ReplayLoad:
     flags: Sequence[str]
 
 
-def make_load(sessions: Sequence[AgentSession], text: TraceText, options: argparse.Namespace) -> ReplayLoad:
+def make_load(sessions: Sequence[AgentSession], text: TraceText, options: Options) -> ReplayLoad:
     """Return the requests with their tenants' keys, and the flags of a server with these tenants."""
     requests = requests_of(sessions, options.tenants)
     traced = list(requests.values())
@@ -198,7 +170,7 @@ async def replay(
             flooded, slowdowns = await asyncio.gather(fire(url, shots if flood else [], TIMEOUT_S, lambda: None), jobs)
     for result in flooded:
         if result.answer is None:
-            print(f"a request of the flood failed: {result.status} {result.reason}", file=sys.stderr, flush=True)
+            note(f"a request of the flood failed: {result.status} {result.reason}")
     ttft_s = [answer.ttft_s for answer in answers]
     return {
         **job_figures(slowdowns),
@@ -259,9 +231,28 @@ def sentence(found: dict[str, Any], engine: str) -> str:
     )
 
 
-def main() -> None:
-    """Measure the reference, then both rows in alternation; write the JSON."""
-    options = parse()
+@benchmark(
+    __doc__,
+    engine_flag("torch", "prefixes"),
+    flag("replicas", 1),
+    flag("sessions", 20, "random sessions of the trace's 200"),
+    flag("turns", 8, "maximum turns of each stream; a session's main stream has this many"),
+    flag("longest-prompt", 150_000, "trace tokens; longer sessions are skipped"),
+    flag("running", 6.0, "concurrent sessions if there were no queue"),
+    flag("tenants", 4),
+    flag("tokens-per-id", 4, "replaces the trace's 512: scales all lengths"),
+    flag("speed", 32.0, "divides the trace's pauses"),
+    flag("longest-pause-s", 5.0, "limit of a pause after that division"),
+    flag("pool", 0.5, "fraction of the concurrent sessions' contexts"),
+    flag("runs", 5, "runs of each of the two servers"),
+    flag("seed", 0),
+    flag("set", [], "settings of both servers", action="append", metavar="KEY=VALUE"),
+    flag("against", [], "only of the second server", action="append", metavar="KEY=VALUE"),
+    flag("flood", 0, "sessions that another tenant opens, with lies in all hints"),
+    model="smollm2",
+)
+def run(options: Options) -> Findings:
+    """Measure the reference, then both rows in alternation."""
     size = AppConfig(engine=options.engine).block_size
     text = TraceText(resolve_model(options.model), options.tokens_per_id)
     load = make_load(drawn(read_sessions(), options), text, options)
@@ -274,24 +265,19 @@ def main() -> None:
     arrivals_s = random_arrivals(ideal_s, options.running, Random(options.seed))
     working_set = working_set_tokens(load.sessions, ideal_s, options.running) * text.tokens_per_id / TRACE_BLOCK_TOKENS
     blocks = pool_blocks(load, options.pool * working_set / options.replicas, size)
-    told = f"a pool of {blocks} blocks; each of {2 * options.runs} runs takes {arrivals_s[-1]:.0f} s and more"
-    print(told, file=sys.stderr, flush=True)
+    note(f"a pool of {blocks} blocks; each of {2 * options.runs} runs takes {arrivals_s[-1]:.0f} s and more")
     if options.flood:
         rows: dict[str, tuple[list[str], bool]] = {"beside the flood": ([], True), "alone": ([], False)}
     else:
         rows = {"as set": ([], False), f"against {', '.join(options.against) or 'the same'}": (options.against, False)}
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in rows}
-    for number in range(options.runs):
-        for name in list(rows)[:: -1 if number % 2 else 1]:
-            added, flood = rows[name]
-            with instance(*common, f"--set=num_blocks={blocks}", *(f"--set={pair}" for pair in added)) as url:
-                done = asyncio.run(replay(url, load, arrivals_s, ideal_s, f"{name}, run {number + 1}", flood=flood))
-            runs[name].append(done)
-            print(f"{name}: {json.dumps(done)}", file=sys.stderr, flush=True)  # in case a later one fails
-    reference = {"job_s": ideal_s, "hit_rate": ideal_hit_rate, "working_set_tokens": working_set, "num_blocks": blocks}
-    found = {**compared(runs), "reference": reference}
-    write(options.json, vars(options), found, sentence(found, options.engine))
 
+    def turn(name: str, number: int) -> dict[str, float]:
+        added, flood = rows[name]
+        with instance(*common, f"--set=num_blocks={blocks}", *(f"--set={pair}" for pair in added)) as url:
+            return asyncio.run(replay(url, load, arrivals_s, ideal_s, f"{name}, run {number + 1}", flood=flood))
 
-if __name__ == "__main__":
-    main()
+    found = compared(in_turns(rows, options.runs, turn, alternate=True))
+    found["reference"] = {
+        "job_s": ideal_s, "hit_rate": ideal_hit_rate, "working_set_tokens": working_set, "num_blocks": blocks,
+    }  # fmt: skip
+    return Findings(found, sentence(found, options.engine))

@@ -27,11 +27,8 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
         "--model", help=f"the model's name at the server (default: {DEFAULT_MODEL}; for a log: the log's)"
     )
     parser.add_argument("--tokenizer", help="checkpoint with the prompts' tokenizer (default: the model's)")
-    add_trace_flags(parser, requests=_TRACE_REQUESTS)
     sources = f'a trace of block ids or a log of requests (JSON lines, gzipped or plain), or "{TENANTS}"'
-    for action in parser._actions:
-        if action.dest == "trace":
-            action.help = f"{sources} (default: the published trace)"
+    add_trace_flags(parser, _TRACE_REQUESTS, f"{sources} (default: the published trace)")
     parser.set_defaults(requests=None)
     parser.add_argument("--speed", type=float, default=0.25, help="divides the timestamps, before shrinking")
     parser.add_argument("--tokens-per-id", type=int, default=64, help="replaces a trace's 512: the shrinking factor")

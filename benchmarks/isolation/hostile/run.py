@@ -4,10 +4,8 @@
 one after the other; its times are compared with those alone, in the same run.
 """
 
-import argparse
 import asyncio
 import contextlib
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,11 +19,11 @@ from urllib.parse import urlsplit
 import httpx
 import yaml
 
-from benchmarks.common.report import names_of, parser_of, percentile, spread, write
-from benchmarks.common.server import instance
+from benchmarks.common.harness import Findings, Options, benchmark, flag, names_flag, note
+from benchmarks.common.report import percentile, spread
+from benchmarks.common.server import instance, new_tenants
 from benchmarks.isolation.hostile.attacks import ATTACKS, Victim, attack
 from serve_app.cli.bench import RequestFailed, chat_body, stream_answer
-from serve_app.tenants import make_api_key
 
 PROBE_S = 0.05
 REST_S = 2.0
@@ -111,7 +109,7 @@ async def measure(target: Victim, key: str, model: str, kinds: list[str], second
         await asyncio.sleep(REST_S)  # nothing is compiled or loaded later
     async with watching(target.url, key, model) as alone:
         await asyncio.sleep(max(20.0, seconds))
-    print(row("alone", alone.to_json()), file=sys.stderr, flush=True)
+    note(row("alone", alone.to_json()))
     found: dict[str, Any] = {}
     together = Watched()
     for kind in kinds:
@@ -125,7 +123,7 @@ async def measure(target: Victim, key: str, model: str, kinds: list[str], second
         for name in ("health_s", "ttft_s", "total_s", "failed"):
             getattr(together, name).extend(getattr(seen, name))
         found[kind] = {**seen.to_json(), **ratios(alone, seen), "statuses": dict(statuses), "broken": broken}
-        print(row(kind, found[kind]), file=sys.stderr, flush=True)
+        note(row(kind, found[kind]))
         await asyncio.sleep(REST_S)
     return {"alone": alone.to_json(), "beside": {**together.to_json(), **ratios(alone, together)}, "kinds": found}
 
@@ -156,9 +154,9 @@ def ratios(alone: Watched, beside: Watched) -> dict[str, float | None]:
 def stage(model: str, *, tenants: bool) -> Iterator[tuple[Victim, str]]:
     """Start a server; yield the hostile client's target and the neighbour's key. ``tenants``: two, each with a key."""
     settings: dict[str, Any] = {"model": model}
-    keys = {name: make_api_key() for name in ("hostile", "neighbour")} if tenants else {}
+    keys: dict[str, str] = {}
     if tenants:
-        settings["tenants"] = [{"name": name, "key_sha256": [digest]} for name, (_, digest) in keys.items()]
+        keys, settings["tenants"] = new_tenants(["hostile", "neighbour"])
     with tempfile.TemporaryDirectory(prefix="warmpath-hostile-") as directory:
         config = Path(directory) / "settings.yaml"
         config.write_text(yaml.safe_dump(settings))
@@ -166,8 +164,7 @@ def stage(model: str, *, tenants: bool) -> Iterator[tuple[Victim, str]]:
         with instance("--config", str(config), env={"XDG_STATE_HOME": directory}) as url:
             parts = urlsplit(url)
             assert parts.hostname is not None and parts.port is not None
-            own = {name: key for name, (key, _) in keys.items()}
-            yield Victim(parts.hostname, parts.port, own.get("hostile", "")), own.get("neighbour", "")
+            yield Victim(parts.hostname, parts.port, keys.get("hostile", "")), keys.get("neighbour", "")
 
 
 def summary(results: Mapping[str, Any]) -> str:
@@ -184,18 +181,15 @@ def summary(results: Mapping[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    """Parse flags, run, write the JSON."""
-    parser = parser_of(__doc__, model="demo")
-    names = ",".join(ATTACKS)
-    parser.add_argument("--kinds", type=names_of(ATTACKS), default=names, help=names)
-    parser.add_argument("--seconds", type=float, default=100 / len(ATTACKS), help="of each kind; all: 100")
-    parser.add_argument("--tenants", action="store_true", help="each client has a key of its own; else there are none")
-    arguments: argparse.Namespace = parser.parse_args()
-    with stage(arguments.model, tenants=arguments.tenants) as (target, key):
-        results = asyncio.run(measure(target, key, arguments.model, arguments.kinds, arguments.seconds))
-    write(arguments.json, vars(arguments), results, summary(results))
-
-
-if __name__ == "__main__":
-    main()
+@benchmark(
+    __doc__,
+    names_flag("kinds", ATTACKS, help_=",".join(ATTACKS)),
+    flag("seconds", 100 / len(ATTACKS), "of each kind; all: 100"),
+    flag("tenants", False, "each client has a key of its own; else there are none"),
+    model="demo",
+)
+def run(options: Options) -> Findings:
+    """Measure beside each kind."""
+    with stage(options.model, tenants=options.tenants) as (target, key):
+        results = asyncio.run(measure(target, key, options.model, options.kinds, options.seconds))
+    return Findings(results, summary(results))

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,9 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks.common import report
-from benchmarks.common.report import BenchmarkError, names_of
-from benchmarks.common.server import ROOT, server_process
+from benchmarks.common.harness import ROOT, Benchmark, engine_flag, names_of
+from benchmarks.common.report import BenchmarkError
+from benchmarks.common.server import server_process
 from benchmarks.common.trace import DEFAULT_TRACE, add_trace_flags, chosen_trace, token_ids_of
 from benchmarks.end_to_end import affinity
 from benchmarks.end_to_end.replay import run as replay
@@ -85,33 +84,28 @@ def test_names_are_split_and_none_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("main", "flag", "known"),
+    ("run", "flag", "names"),
     [
-        (engine.main, "--systems", engine.MODULES),
-        (replay.main, "--policies", POLICY_NAMES),
-        (affinity.main, "--policies", POLICY_NAMES),
+        (engine.run, "--systems", engine.MODULES),
+        (replay.run, "--policies", POLICY_NAMES),
+        (affinity.run, "--policies", POLICY_NAMES),
     ],
 )
 def test_an_unknown_name_ends_a_benchmark_before_it_begins(
-    main: Callable[[], None],
-    flag: str,
-    known: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Benchmark, flag: str, names: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same holds if a known name comes first."""
-    monkeypatch.setattr(sys, "argv", ["benchmark", flag, f"{next(iter(known))},nonesuch"])
     with pytest.raises(SystemExit):
-        main()
+        run([flag, f"{next(iter(names))},nonesuch"])
     said = capsys.readouterr().err
-    assert f"'nonesuch' is none of {', '.join(known)}" in said
+    assert f"'nonesuch' is none of {', '.join(names)}" in said
 
 
 def test_vllm_is_taken_only_where_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = argparse.ArgumentParser()
-    report.add_engine_flag(parser, "torch", simulated=False)
+    engine_flag("torch", simulated=False)(parser)
     monkeypatch.setattr(engine_config, "vllm_missing", lambda: False)
     assert (parser.parse_args([]).engine, parser.parse_args(["--engine", "vllm"]).engine) == ("torch", "vllm")
     monkeypatch.setattr(engine_config, "vllm_missing", lambda: True)

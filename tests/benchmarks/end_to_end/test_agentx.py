@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.common.agent_sessions import AgentSession, AgentStream, AgentTurn, read_sessions
+from benchmarks.common.harness import rows_of
 from benchmarks.common.report import BenchmarkError
 from benchmarks.end_to_end import agentx
 from benchmarks.end_to_end.replay.agents import drawn
@@ -41,7 +42,7 @@ def test_a_session_keeps_its_pauses_and_sub_agents_begin_where_they_did() -> Non
 
 def test_the_published_sessions_fit_the_demo_models_context() -> None:
     """With the defaults there are enough sessions, and none is longer than the model's 32k positions."""
-    options = agentx.parse([])
+    options = agentx.run.parse([])
     traces = [agentx.weka_trace(str(n), one, options.scale) for n, one in enumerate(drawn(read_sessions(), options))]
     assert len(traces) == options.sessions >= options.concurrency
     requests = [row for trace in traces for one in trace["requests"] for row in one.get("requests", [one])]
@@ -67,14 +68,14 @@ def test_figures_are_parts_of_what_was_possible_and_a_system_that_fails_loses_it
             raise BenchmarkError("there is no smg")
         return {**found, "ttft_ms_mean": {"warmpath": 300.0, "round_robin": 900.0, "ray_prefix": 400.0}[name]}
 
-    results = agentx.measured(["warmpath", "smg", "round_robin", "ray_prefix"], measure)
+    results = rows_of(["warmpath", "smg", "round_robin", "ray_prefix"], measure)
     assert results["smg"] == {"not_measured": "there is no smg"}
-    told = agentx.summary(results, agentx.parse(["--duration-s", "180"]))
+    told = agentx.summary(results, agentx.run.parse(["--duration-s", "180"]))
     assert "best other: 0.75" in told and "smg was not measured" in told and "unsafe_override" in told
 
 
 def test_every_model_is_served_by_the_name_that_sessions_ask_for() -> None:
-    flags = agentx.server_flags(agentx.parse(["--engine", "torch", "--model", "smollm2"]))
+    flags = agentx.server_flags(agentx.run.parse(["--engine", "torch", "--model", "smollm2"]))
     row = agentx.weka_trace("one", AgentSession((AgentStream((turn(4, 0),)),), 512), scale=8)
     served = flags[flags.index("--served-model-name") + 1]
     assert row["models"] == [served] == [row["requests"][0]["model"]]
@@ -86,9 +87,9 @@ def test_an_aiperf_that_fails_is_told_by_its_last_words(tmp_path: Path) -> None:
     tool.write_text('#!/bin/sh\ncase "$*" in *--unsafe-override*) echo Scenario invariants violated;; esac; exit 1\n')
     tool.chmod(0o755)
     with pytest.raises(BenchmarkError, match=r"status 1:\nScenario invariants violated"):
-        agentx.play("http://127.0.0.1:1", tmp_path, agentx.parse(["--aiperf", str(tool)]))
+        agentx.play("http://127.0.0.1:1", tmp_path, agentx.run.parse(["--aiperf", str(tool)]))
     with pytest.raises(BenchmarkError, match="make agentx"):
-        agentx.play("http://127.0.0.1:1", tmp_path, agentx.parse(["--aiperf", str(tmp_path / "none")]))
+        agentx.play("http://127.0.0.1:1", tmp_path, agentx.run.parse(["--aiperf", str(tmp_path / "none")]))
 
 
 @pytest.mark.anyio

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.common.harness import ROOT
 from benchmarks.common.report import BenchmarkError
-from benchmarks.common.server import ROOT
 from benchmarks.end_to_end.load_tools import Load, Seen, agrees, differences, said_of, seen_between
 from tests.integration.conftest import START, eventually
 

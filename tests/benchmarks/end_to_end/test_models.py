@@ -83,8 +83,7 @@ def test_each_change_is_followed_by_its_control(
     monkeypatch.setattr(models, "measured", measured)
     monkeypatch.setattr(models, "LocalCluster", lambda nodes: nullcontext())
     monkeypatch.setattr(models, "IMPORTS", [sys.executable, "-c", ""])
-    monkeypatch.setattr(sys, "argv", ["models", "--runs", "2", "--seconds", "0", "--pause-s", "0"])
-    models.main()
+    models.run(["--runs", "2", "--seconds", "0", "--pause-s", "0"])
     out = json.loads(capsys.readouterr().out)
     assert changed == [*CHANGES, *CHANGES]
     phases = [NOTHING, *(phase for name in CHANGES for phase in (name, control_of(name)))]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.engine.compare import ROOT
+from benchmarks.common.harness import ROOT
 from benchmarks.peers.warmpath_engine import config_of
 
 

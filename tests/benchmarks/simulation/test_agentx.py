@@ -51,17 +51,13 @@ def test_no_more_sessions_run_than_asked_for_and_none_begins_after_the_end() -> 
     assert 2 <= most <= 3
 
 
-def test_the_command_tells_each_run_and_our_ratio(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_tells_each_run_and_our_ratio(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--virtual-runs 2 --duration-s 30 --kv-tokens 300000 --systems warmpath,ray_prefix,smg"
-    monkeypatch.setattr("sys.argv", ["agentx", *flags.split()])
-    agentx.main()
+    agentx.run(flags.split())
     captured = capsys.readouterr()
     results = json.loads(captured.out)["results"]
     assert [len(results[name]["runs"]) for name in ("warmpath", "ray_prefix")] == [2, 2]
     assert results["smg"] == {"not_measured": "there is no smg in virtual time"}
     assert "Medians of 2 runs in virtual time. Our mean TTFT / ray_prefix's" in captured.err
-    monkeypatch.setattr("sys.argv", ["agentx", *flags.split(), "--engine", "torch"])
     with pytest.raises(BenchmarkError, match="leave --engine out"):
-        agentx.main()
+        agentx.run([*flags.split(), "--engine", "torch"])

@@ -141,14 +141,12 @@ def test_our_model_of_rays_tree_agrees_with_rays() -> None:
         modelled.insert(chosen, prefixes, 1)
 
 
-def test_the_command_writes_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_the_contract(tmp_path: Path) -> None:
     """Every policy has its row of figures; rows for parts of the trace follow."""
     path = tmp_path / "simulate.json"
-    arguments = ["simulate", "--requests", "60", "--replicas", "2", "--json", str(path)]
-    monkeypatch.setattr("sys.argv", arguments)
-    simulate.main()
+    simulate.run(["--requests", "60", "--replicas", "2", "--json", str(path)])
     document = json.loads(path.read_text())
-    assert set(document) == {"settings", "versions", "summary", "results"}
+    assert set(document) == {"settings", "versions", "host", "simulated", "summary", "results"}
     rows = document["results"]
     assert set(simulate.CONTENDING) < set(rows)
     assert {"lmetric/shortest_first+pull", "estimated_ttft/first_come", "unlimited_cache"} < set(rows)

@@ -13,9 +13,9 @@ from benchmarks.end_to_end.replay.agents import (
     compared,
     drawn,
     make_load,
-    parse,
     play,
     pool_blocks,
+    run,
     sentence,
 )
 from benchmarks.end_to_end.replay.text import TraceText
@@ -33,7 +33,7 @@ def model() -> Path:
 
 
 def options(*flags: str) -> argparse.Namespace:
-    return parse(["--model", "demo", "--sessions", "6", *flags])
+    return run.parse(["--model", "demo", "--sessions", "6", *flags])
 
 
 def session(pauses_s: list[float], child_after: int = -1, child_pauses_s: tuple[float, ...] = ()) -> AgentSession:

@@ -16,7 +16,7 @@ from benchmarks.common.open_loop import Result, Shot, fire, summary
 from benchmarks.common.prompts import tokenizer_of
 from benchmarks.common.trace import DEFAULT_TRACE
 from benchmarks.end_to_end.replay.request_log import CHAT, COMPLETIONS, LoggedRequest, is_log, read_log
-from benchmarks.end_to_end.replay.run import parse, with_tenants
+from benchmarks.end_to_end.replay.run import run, with_tenants
 from benchmarks.end_to_end.replay.shots import read_keys, shots_of
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.reuse import TraceRequest
@@ -62,7 +62,7 @@ def test_prompts_share_tokens_exactly_as_far_as_ids_are_equal(
 
 def test_the_published_trace_is_dealt_to_all_tenants(model: Path) -> None:
     """All its prompts share one first block; the blocks after it distinguish conversations."""
-    options = parse(["--requests", "40", "--tokens-per-id", "8"])
+    options = run.parse(["--requests", "40", "--tokens-per-id", "8"])
     dealt = [shot.tenant for shot in shots_of(options, {"a": "ka", "b": "kb"})]
     assert len(dealt) == 40 and set(dealt) == {"a", "b"}
 
@@ -70,7 +70,7 @@ def test_the_published_trace_is_dealt_to_all_tenants(model: Path) -> None:
 def test_generated_tenants_ask_with_their_own_keys(model: Path) -> None:
     """A tenant without a key uses the common one; bodies fit the ids."""
     flags = ["--trace", "tenants", "--tenants", "3", "--seconds", "300", "--tokens-per-id", "8"]
-    options = parse([*flags, "--speed", "2", "--requests", "60"])
+    options = run.parse([*flags, "--speed", "2", "--requests", "60"])
     shots = shots_of(options, {"": "other", "m-small-38": "own"})
     assert len(shots) == 60
     assert {shot.tenant: shot.api_key for shot in shots} == {
@@ -83,7 +83,7 @@ def test_generated_tenants_ask_with_their_own_keys(model: Path) -> None:
     assert all(name in settings_flags[0] for name in ("m-small-5", "m-small-38", "m-small-17"))
     assert not any(shot.api_key in settings_flags[0] for shot in configured)
     with pytest.raises(ValueError, match="no requests in that part"):
-        shots_of(parse([*flags, "--skip", "100000"]), {})
+        shots_of(run.parse([*flags, "--skip", "100000"]), {})
 
 
 def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +93,10 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: 
     file = tmp_path / "keys.json"
     file.write_text(json.dumps({"acme": "$ACME_KEY", "globex": "sk-g"}))
     flags = ["--url", "http://x", "--api-keys", str(file)]
-    assert read_keys(parse(flags)) == {"": "sk-all", "acme": "sk-acme", "globex": "sk-g"}
+    assert read_keys(run.parse(flags)) == {"": "sk-all", "acme": "sk-acme", "globex": "sk-g"}
     monkeypatch.delenv("ACME_KEY")
     with pytest.raises(ValueError, match=r"acme is \$ACME_KEY"):
-        read_keys(parse(flags))
+        read_keys(run.parse(flags))
 
 
 def test_figures_count_answers_refusals_and_failures_apart() -> None:
