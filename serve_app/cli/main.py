@@ -26,6 +26,8 @@ from serve_app.cli.supervisor import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from serve_app.config.app import AppConfig
 
 _INSTEAD = {
@@ -145,58 +147,63 @@ def serve(
 
     Every setting of `warmpath settings` is also a flag: --kv-cache-bytes 4GiB, --tensor-parallel-size 2.
     """
-    from serve_app.cli.checks.finding import Look
-    from serve_app.cli.checks.machine import gpu_count, replica_gpus
-    from serve_app.cli.checks.run import findings
-    from serve_app.cli.checks.workers import told_by_workers
     from serve_app.config.files import load_settings
 
     if model is not None and any(one.startswith("model=") for one in setting or ()):
         fail(f"two models are named, {model} and the setting `model`; name one")
     if haproxy and ":" in host:
         fail(f"HAProxy does not reach Serve's ingresses over IPv6: add --no-haproxy to listen on {host}")
-    try:
-        load = partial(
-            load_settings,
-            config,
-            setting or [],
-            engine_arg or [],
-            model=model,
-            replicas=replicas,
-            engine=engine,
-            workers=worker or None,
-        )
-        settings = load()
-        if told := told_by_workers(settings):
-            load = partial(load, **told)
-            settings = load()
-        for finding in findings(Look("start", settings, (host, port)), "names", "database", "settings", "port"):
-            if finding.state == "problem":
-                fail(finding.sentence)
-        gpus: dict[int, int] = {}
-        for number, one in enumerate(settings.served().values()):
-            found, seen = replica_gpus(one, gpu_count)
-            if seen.state == "problem":
-                fail(seen.sentence)
-            if seen.found:
-                console.print(seen.found)
-            if found:
-                gpus[number] = found
-        if gpus and not settings.models:
-            settings = load(replica_num_gpus=gpus[0])
-        for number, found in gpus.items() if settings.models else ():
-            settings.models[number]["replica_num_gpus"] = found
-    except ValueError as error:
-        fail(str(error))
-    if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
-        # Pages of any site run in this machine's browser; only the name in Host distinguishes them from ours.
-        settings.allowed_hosts = []
+    flags = {"model": model, "replicas": replicas, "engine": engine, "workers": worker or None}
+    settings = _checked(partial(load_settings, config, setting or [], engine_arg or [], **flags), host, port)
     with giving_up(console):
         settings = with_model(settings)
         given = settings.model_dump(mode="json", exclude_unset=True)
         launch = Launch(given, host, port, haproxy, max_connections_per_address, verbose, keep_alive_timeout_s)
         status = Supervisor(console, settings.shutdown_timeout_s).run(launch)
     raise typer.Exit(status)
+
+
+def _checked(load: "Callable[..., AppConfig]", host: str, port: int) -> "AppConfig":
+    """Return the settings with what workers and GPUs of this machine add; exit with 2 if they cannot be used here."""
+    from serve_app.cli.checks.finding import Look
+    from serve_app.cli.checks.run import findings
+    from serve_app.cli.checks.workers import told_by_workers
+
+    try:
+        settings = load()
+        if reported := told_by_workers(settings):
+            load = partial(load, **reported)
+            settings = load()
+        for finding in findings(Look("start", settings, (host, port)), "names", "database", "settings", "port"):
+            if finding.state == "problem":
+                fail(finding.sentence)
+        settings = _with_gpus(load, settings)
+    except ValueError as error:
+        fail(str(error))
+    if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
+        # Pages of any site run in this machine's browser; only the name in Host distinguishes them from ours.
+        settings.allowed_hosts = []
+    return settings
+
+
+def _with_gpus(load: "Callable[..., AppConfig]", settings: "AppConfig") -> "AppConfig":
+    """Return the settings with the GPUs of each model's replicas; exit with 2 if this machine has too few."""
+    from serve_app.cli.checks.machine import gpu_count, replica_gpus
+
+    gpus: dict[int, int] = {}
+    for number, one in enumerate(settings.served().values()):
+        count, finding = replica_gpus(one, gpu_count)
+        if finding.state == "problem":
+            fail(finding.sentence)
+        if finding.found:
+            console.print(finding.found)
+        if count:
+            gpus[number] = count
+    if gpus and not settings.models:
+        return load(replica_num_gpus=gpus[0])
+    for number, count in gpus.items():
+        settings.models[number]["replica_num_gpus"] = count
+    return settings
 
 
 def with_model(settings: "AppConfig") -> "AppConfig":

@@ -4,9 +4,10 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
 
 import typer
 from rich.logging import RichHandler
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from serve_app.batch.batch_file import BatchRequest
     from serve_app.batch.edge_file import EdgeFile
     from serve_app.config.app import AppConfig
+
+logger = logging.getLogger("serve_app")
 
 
 @dataclass
@@ -67,7 +70,6 @@ def infer(
     ] = None,
 ) -> None:
     """Answer files of requests in this process, without a server, or by one; exits with 1 if a request failed."""
-    logger = logging.getLogger("serve_app")
     logger.handlers, logger.propagate = [RichHandler(console=console, show_path=False, show_time=False)], False
     inputs = [*(files or ()), *([input_file] if input_file is not None else [])]
     if not inputs:
@@ -77,41 +79,56 @@ def infer(
     asked = [_read(path, output_file) for path in inputs]
     for file in asked[: len(asked) if len(asked) > 1 else 0]:
         file.told = f"{file.path.name} "
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    outputs: dict[int, Any] = {}
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("requests", total=sum(len(file.requests) for file in asked))
-
-            def take(at: int, number: int, answered: "AnsweredLine") -> None:
-                file = asked[at]
-                file.answered[number] = answered
-                if file.edge is None:  # lines come in the order of completion
-                    if at not in outputs:
-                        outputs[at] = file.output.open("w")
-                    print(json.dumps(answered.line, ensure_ascii=False), file=outputs[at], flush=True)
-                if answered.warning:
-                    logger.warning("%s%s: %s", file.told, answered.line["custom_id"], answered.warning)
-                if debug and answered.ok:
-                    console.print(harmless(file.told + answered.told()), soft_wrap=True)
-                progress.advance(bar)
-
+        with _Results(asked, debug=debug) as results:
             if url is not None:
-                asyncio.run(_remotely(url.rstrip("/"), api_key, model, asked, take, keep_order=keep_order, debug=debug))
+                base = url.rstrip("/")
+                asyncio.run(_remotely(base, api_key, model, asked, results.take, keep_order=keep_order, debug=debug))
             else:
-                _here(asked, take, model, revision, config, setting or [], keep_order=keep_order, debug=debug)
-        for file in asked:
-            if file.edge is not None:
-                responses = file.edge.responses([file.answered[number] for number in range(len(file.requests))])
-                file.output.write_text(json.dumps(responses, ensure_ascii=False, indent=2) + "\n")
+                given = model, revision, config, setting or []
+                _here(asked, results.take, *given, keep_order=keep_order, debug=debug)
         _report(asked, profile_file)
     except OSError as error:
         fail(f"{error.filename}: {unread(error)}" if error.filename else unread(error))
     except ValueError as error:
         fail(str(error))
-    finally:
-        for output in outputs.values():
-            output.close()
+
+
+class _Results:
+    """Writes answers into files, beside a progress bar: lines in the order of completion, Edge-LLM's at the end."""
+
+    def __init__(self, files: list[_File], *, debug: bool) -> None:
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._bar = self._progress.add_task("requests", total=sum(len(file.requests) for file in files))
+        self._files, self._debug = files, debug
+        self._open = ExitStack()
+        self._outputs: dict[int, TextIO] = {}
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(self._progress)
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        with self._open:
+            for file in self._files if error is None else ():
+                if file.edge is not None:
+                    responses = file.edge.responses([file.answered[number] for number in range(len(file.requests))])
+                    file.output.write_text(json.dumps(responses, ensure_ascii=False, indent=2) + "\n")
+
+    def take(self, at: int, number: int, answered: "AnsweredLine") -> None:
+        """Take the answer to a request of the file ``at``."""
+        file = self._files[at]
+        file.answered[number] = answered
+        if file.edge is None:
+            if at not in self._outputs:
+                self._outputs[at] = self._open.enter_context(file.output.open("w"))
+            print(json.dumps(answered.line, ensure_ascii=False), file=self._outputs[at], flush=True)
+        if answered.warning:
+            logger.warning("%s%s: %s", file.told, answered.line["custom_id"], answered.warning)
+        if self._debug and answered.ok:
+            console.print(harmless(file.told + answered.told()), soft_wrap=True)
+        self._progress.advance(self._bar)
 
 
 def _read(path: Path, output: Path | None) -> _File:
