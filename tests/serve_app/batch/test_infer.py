@@ -267,7 +267,7 @@ def test_the_three_examples_of_tensorrt_edge_llm_run_as_printed(runner: Runner) 
             "requests": [asked("Hello", lora_name="french", save_system_prompt_kv_cache=True)],
         },
     )
-    told, responses, status = Edge(runner).run(*files, flags=f"--debug --profile {profile}")
+    told, responses, status = Edge(runner).run(*files, flags=f"--debug --profile {profile} --set default_max_tokens=16")
     assert status == 0, told
     assert "0: miss, 0 prompt tokens reused" in told and "its system prompt was saved; never_seen" in told
     assert ".json 0: hit, " in told, "with the file's name"

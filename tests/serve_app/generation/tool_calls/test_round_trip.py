@@ -23,6 +23,7 @@ from serve_app.generation.tool_calls.marked import json_of
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.generation.tool_calls.round_trip import found_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.harness.programs import programs_here
 from tests.serve_app.tokenization.variants import variant_of
 from tests.serve_app.tool_templates.families import SEARCH, WEATHER
 from tests.serve_app.tool_templates.written import SPECIAL, UNREAD, WRITTEN
@@ -230,12 +231,13 @@ def test_check_and_doctor_tell_that_calls_are_not_read(demo_model_path: Path, tm
     with_template(demo_model_path, tmp_path / "model", UNREAD["an unknown mark"], [])
     file = tmp_path / "settings.yaml"
     said = "the format of this model's tool calls is not known"
-    for setting, told in (("auto", True), ("hermes", False)):
-        file.write_text(f"model: {tmp_path / 'model'}\ntool_parser: {setting}\n")
-        checked = CliRunner().invoke(app, ["check", str(file)])
-        assert checked.exit_code == 0, checked.output
-        assert (said in checked.output.lower()) == told
-    assert said in CliRunner().invoke(app, ["doctor", "--model", str(tmp_path / "model")]).output.lower()
+    with programs_here():
+        for setting, told in (("auto", True), ("hermes", False)):
+            file.write_text(f"model: {tmp_path / 'model'}\ntool_parser: {setting}\n")
+            checked = CliRunner().invoke(app, ["check", str(file)])
+            assert checked.exit_code == 0, checked.output
+            assert (said in checked.output.lower()) == told
+        assert said in CliRunner().invoke(app, ["doctor", "--model", str(tmp_path / "model")]).output.lower()
 
 
 def test_check_refuses_a_template_that_is_none(demo_model_path: Path, tmp_path: Path) -> None:
@@ -243,7 +245,8 @@ def test_check_refuses_a_template_that_is_none(demo_model_path: Path, tmp_path: 
     (tmp_path / "broken.jinja").write_text("{% for each in messages %}")
     file = tmp_path / "settings.yaml"
     file.write_text(f"model: {demo_model_path}\nchat_template: broken.jinja\n")
-    checked = CliRunner().invoke(app, ["check", str(file)])
+    with programs_here():
+        checked = CliRunner().invoke(app, ["check", str(file)])
     assert checked.exit_code != 0 and "chat_template is no Jinja template" in checked.output.replace("\n", " ")
 
 
