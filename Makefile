@@ -87,8 +87,9 @@ test-templates: $(STAMP)  ## run the laws of conversations over real chat templa
 		--disable-pip-version-check --no-deps -d $(TEMPLATES) xinference==4.1.0
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/templates -n 2 -rs $(ARGS)
 
-test-laboratory: $(STAMP)  ## grow every field of every door, in every shape, up to the largest body (some hours)
+test-laboratory: $(STAMP)  ## grow every field of every door, in every shape, up to the largest body, and all examples of every law (some hours)
 	WARMPATH_WHOLE_LABORATORY=1 $(PYTEST) -m long tests/serve_app/ingress/laboratory $(ARGS)
+	WARMPATH_WHOLE_LABORATORY=1 $(PYTEST) -m "not long" tests/router tests/serve_app $(ARGS)
 
 test-clients: $(STAMP)  ## run client packages' loops of tool calls, with packages of 1.5 GB in uv's cache (minutes)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check uv==0.13.9

@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 
 from serve_app.checkpoints.demo_model import ensure_demo_model
+from tests.harness.examples import share_examples
 
 SHARED = ("tests/integration/demo/", "tests/integration/faults/", "tests/integration/scaling/")
 """The test files of each of these folders share instances."""
@@ -61,6 +62,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    share_examples(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -71,9 +71,22 @@ def ask(application: Any, path: str, method: str = "GET", headers: dict[str, str
 def get(
     path: str, services: Services | AppConfig, method: str = "GET", headers: dict[str, str] | None = None, key: str = ""
 ) -> httpx.Response:
-    made = services if isinstance(services, Services) else services_of(services)
     headers = {**(headers or {}), **({"authorization": f"Bearer {key}"} if key else {})}
-    return ask(make_application(made), path, method, headers)
+    return ask(application_of(services), path, method, headers)
+
+
+MADE: list[tuple[Services | AppConfig, Any]] = []
+"""Applications that tests have made: FastAPI needs a tenth of a second for the first request of each."""
+
+
+def application_of(services: Services | AppConfig) -> Any:
+    """Return the application of these services, or of an ingress with these settings alone."""
+    for given, application in MADE:
+        if given is services or (isinstance(services, AppConfig) and given == services):
+            return application
+    made = services if isinstance(services, Services) else services_of(services)
+    MADE.append((services, make_application(made)))
+    return MADE[-1][1]
 
 
 def test_the_schema_names_the_real_bodies_and_no_error_of_fastapis() -> None:
