@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from router.protocol.block_hash import PrefixScope, TokenArray, common_tokens
+from router.settings import DEFAULTS
 from serve_app.cache_misses.detector import PromptMemory
 from serve_app.cache_misses.documents import DocumentPrompt, prompts_of
 from serve_app.cache_misses.reasons import MIN_LOST_TOKENS, SeenPrompt, explain, is_miss
@@ -134,7 +135,7 @@ class LintReport:
 class Linter:
     """Reads prompts one after the other. ``constants``: placeholders that stay the same in all requests."""
 
-    def __init__(self, tokens: Tokens, constants: Collection[str] = (), block_size: int = 16) -> None:
+    def __init__(self, tokens: Tokens, constants: Collection[str] = (), block_size: int = DEFAULTS.block_size) -> None:
         self._tokens = tokens
         self._constants = frozenset(constants)
         self._block_size = block_size

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from router.settings import DEFAULTS
 from serve_app.engine.runner.kv_size import dtype_bytes, kv_bytes_per_block, kv_shape
 
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = DEFAULTS.block_size
 """The default of `block_size`."""
 
 

@@ -18,6 +18,9 @@ ExactResume = Literal["auto", "on", "off"]
 VLLM_CPU_BLOCK_SIZE = 32
 """The default of `block_size` for vLLM without a GPU, which computes in multiples of it there."""
 
+MAX_MODEL_LEN = 32_768
+"""The default of `max_model_len` of an engine that is made without a model's own."""
+
 NGRAM = "ngram"
 """The only `speculative_model`. It is not a model: it drafts the tokens that followed the same tokens before."""
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from serve_app.config.cache import CacheSection
-from serve_app.config.engine import EngineSection, LoraSection
+from serve_app.config.engine import MAX_MODEL_LEN, EngineSection, LoraSection
 
 STALL_AFTER_S = 120.0
 """An engine with live requests is unhealthy if no step ends for this long."""
@@ -23,7 +23,7 @@ class EngineSettings:
 
     block_size: int = _CACHE.block_size
     num_blocks: int = 4096
-    max_model_len: int = 32768
+    max_model_len: int = MAX_MODEL_LEN
     max_num_seqs: int = _ENGINE.max_num_seqs
     max_num_batched_tokens: int = _ENGINE.max_num_batched_tokens
     max_waiting_requests: int = _ENGINE.max_waiting_requests

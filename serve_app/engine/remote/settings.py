@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from serve_app.config.engine import EngineSection
+from serve_app.config.cache import CacheSection
+from serve_app.config.engine import MAX_MODEL_LEN, EngineSection
 
-_ENGINE = EngineSection()
+_CACHE, _ENGINE = CacheSection(), EngineSection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,8 @@ class RemoteSettings:
     tokenizer: str = ""
     key: str = ""
     vocab_size: int = 1 << 31
-    block_size: int = 16
-    max_model_len: int = 32768
+    block_size: int = _CACHE.block_size
+    max_model_len: int = MAX_MODEL_LEN
     max_num_seqs: int = _ENGINE.max_num_seqs
     max_num_batched_tokens: int = _ENGINE.max_num_batched_tokens
     max_waiting_requests: int = _ENGINE.max_waiting_requests

@@ -9,7 +9,14 @@ from typing import Any
 
 from router.protocol.samples import Labels, Sample
 from serve_app.config.cache import CacheSection
-from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, Capability, EngineSection, ExactResume, LoraSection
+from serve_app.config.engine import (
+    MAX_MODEL_LEN,
+    VLLM_CPU_BLOCK_SIZE,
+    Capability,
+    EngineSection,
+    ExactResume,
+    LoraSection,
+)
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 
 CONFIG_ENDS = "warmpath_end_token_ids"
@@ -84,7 +91,7 @@ class VllmSettings:
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = _CACHE.gpu_memory_utilization
-    max_model_len: int = 32768
+    max_model_len: int = MAX_MODEL_LEN
     max_num_seqs: int = _ENGINE.max_num_seqs
     max_num_batched_tokens: int = _ENGINE.max_num_batched_tokens
     max_waiting_requests: int = _ENGINE.max_waiting_requests
