@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.common.harness import Benchmark, note
 from benchmarks.common.report import BenchmarkError
 from serve_app.checkpoints.checkpoint import CheckpointError
-from serve_app.checkpoints.reuse import TraceError
+from serve_app.request_files import TraceError
 
 BENCHMARKS = {
     "ttft": ("end_to_end.ttft", "5 minutes"),

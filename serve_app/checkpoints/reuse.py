@@ -3,8 +3,6 @@
 Exact for a single LRU cache of whole blocks that evicts the ends of prompts first.
 """
 
-import gzip
-import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,14 +13,10 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from serve_app.errors import unread
+from serve_app.request_files import TraceError, numbered_lines
 
 TRACE_BLOCK_TOKENS = 512
 """The tokens of one id in a Mooncake trace."""
-
-
-class TraceError(ValueError):
-    """A trace cannot be used; the message names its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +79,6 @@ _EXPECTED = (
     f"[...]}}, with an id for each {TRACE_BLOCK_TOKENS} tokens of input"
 )
 _ROWS = msgspec.json.Decoder(_Row)
-
-
-def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file, gzipped or plain, that are not blank, with their numbers. Raises TraceError."""
-    number = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, line
-    except (OSError, EOFError, zlib.error) as error:
-        where = f" after line {number}" if number else ""
-        raise TraceError(f"{path} cannot be read{where}: {unread(error)}") from error
 
 
 def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:

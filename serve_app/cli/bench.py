@@ -16,8 +16,8 @@ import httpx
 from rich.progress import track
 from rich.table import Table
 
-from serve_app.checkpoints.reuse import numbered_lines
 from serve_app.cli.console import console, fail
+from serve_app.request_files import numbered_lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from serve_app.checkpoints.reuse import numbered_lines
+from serve_app.request_files import numbered_lines
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

@@ -42,9 +42,10 @@ def plan(
 
     from serve_app.checkpoints.checkpoint import CheckpointError
     from serve_app.checkpoints.kv_planner import kv_room
-    from serve_app.checkpoints.reuse import TraceError, read_trace, reuse_curve
+    from serve_app.checkpoints.reuse import read_trace, reuse_curve
     from serve_app.checkpoints.sources import model_config
     from serve_app.config.quantities import Bytes
+    from serve_app.request_files import TraceError
 
     if (trace is None) == (prefixes is None) or (prefixes is None) != (prefix_tokens is None):
         fail("give --prefixes and --prefix-tokens, or --trace")
