@@ -1,1 +1,1 @@
-"""Answers a file of requests in this process, with the server's engine and answers, without Ray or HTTP."""
+"""Files and batches of requests in the store, and who runs them in which order."""

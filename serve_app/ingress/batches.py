@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
+from serve_app.batch.batch_run import Said
 from serve_app.batch.batches import Batches
 from serve_app.batch.files import Files
 from serve_app.batch.order import LANES
-from serve_app.batch.worker import BatchWorker, Said
+from serve_app.batch.worker import BatchWorker
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.ingress.http import WARNING
 from serve_app.stored.objects import StoredObjects

@@ -17,10 +17,10 @@ from serve_app.cli.console import console, fail, harmless
 from serve_app.errors import InvalidRequest, unread
 
 if TYPE_CHECKING:
-    from serve_app.batch.answered import AnsweredLine
     from serve_app.batch.batch_file import BatchRequest
-    from serve_app.batch.edge_file import EdgeFile
     from serve_app.config.app import AppConfig
+    from serve_app.infer.answered import AnsweredLine
+    from serve_app.infer.edge_file import EdgeFile
 
 logger = logging.getLogger("serve_app")
 
@@ -133,7 +133,7 @@ class _Results:
 
 def _read(path: Path, output: Path | None) -> _File:
     from serve_app.batch.batch_file import read_lines
-    from serve_app.batch.edge_file import read_edge_file
+    from serve_app.infer.edge_file import read_edge_file
 
     try:
         text = path.read_bytes()
@@ -163,10 +163,10 @@ def _here(
 ) -> None:
     """Answer the files by an engine in this process. Raises ValueError."""
     # These imports take seconds, which `warmpath --help` should not need.
-    from serve_app.batch.edge_file import DEFAULT_MAX_GENERATE_LENGTH
-    from serve_app.batch.run import InferJob, run_batch
     from serve_app.checkpoints.sources import load_served_model, with_local_model
     from serve_app.config.files import load_settings
+    from serve_app.infer.edge_file import DEFAULT_MAX_GENERATE_LENGTH
+    from serve_app.infer.run import InferJob, run_batch
 
     adapters: dict[str, Path] = {}
     for file in asked:
@@ -239,9 +239,9 @@ async def _remotely(
     """Answer the files by a running server. Raises ServerUnusable."""
     import httpx
 
-    from serve_app.batch.client import TIMEOUT_S, RemoteBatch, at_once_of, open_server
-    from serve_app.batch.edge_file import DEFAULT_MAX_GENERATE_LENGTH
-    from serve_app.batch.run import InferJob, run_job
+    from serve_app.infer.client import TIMEOUT_S, RemoteBatch, at_once_of, open_server
+    from serve_app.infer.edge_file import DEFAULT_MAX_GENERATE_LENGTH
+    from serve_app.infer.run import InferJob, run_job
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
@@ -262,8 +262,8 @@ async def _remotely(
 
 def _report(asked: list[_File], profile_file: Path | None) -> None:
     """Write the profile, tell what was reused and what failed; exit with 1 if a request failed."""
-    from serve_app.batch.answered import profile
-    from serve_app.batch.edge_file import error_of
+    from serve_app.infer.answered import profile
+    from serve_app.infer.edge_file import error_of
 
     answered = [file.answered[number] for file in asked for number in sorted(file.answered)]
     if profile_file is not None:

@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from serve_app.batch import worker
+from serve_app.batch import batch_run, lease, worker
+from serve_app.batch.batch_run import Said
 from serve_app.batch.batches import Batches, StoredBatch, new_id
 from serve_app.batch.files import Files
-from serve_app.batch.worker import BatchWorker, Said
+from serve_app.batch.worker import BatchWorker
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
 from serve_app.stored.database import StorageLimits
@@ -111,7 +112,7 @@ async def judged(file: Path, url: str | None, made: dict[str, str], counts: Coun
 
 
 def main(file: Path, kills: int, url: str | None = None) -> dict[str, int]:
-    worker.LEASE_S, worker.TICK_S, worker.POLL_S = 0.4, 0.1, 0.05
+    lease.LEASE_S, lease.TICK_S, batch_run.TICK_S, worker.POLL_S = 0.4, 0.1, 0.1, 0.05
     rng = random.Random(2026)
     counts: Counter[str] = Counter(kills=0, batches=0, results=0, lost=0, repeated=0, wrong=0, left=0, unended=0)
     pids = [started(file, url) for _ in range(RUNNERS)]

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from serve_app.batch import files, lines, worker
+from serve_app.batch import batch_run, files, lines, worker
+from serve_app.batch.batch_run import Said
 from serve_app.batch.batches import ABANDONED_S, BATCH, ENDED, QUEUE, StoredBatch
 from serve_app.batch.files import CONTENT, FILE
-from serve_app.batch.worker import Said
 from tests.serve_app.batch.world import Ingress, World, said
 
 TENANTS = ("acme", "globex", "initech")
@@ -162,7 +162,7 @@ class Play:
         if not (self.jumped or self.broken):
             for prompt, times in self.answered.items():
                 fails = STATUSES[int(prompt.split()[1]) % 5] == 500
-                most = (worker.MAX_FAULTS if not self.refused else times) if fails else 1  # refusals may end a turn
+                most = (batch_run.MAX_FAULTS if not self.refused else times) if fails else 1  # refusals may end a turn
                 assert times <= most, prompt
 
     async def judge_one(self, one: Ingress, sent: Sent, batch: StoredBatch) -> None:

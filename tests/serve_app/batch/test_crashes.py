@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from serve_app.batch import batches as batches_module
-from serve_app.batch import worker
+from serve_app.batch import lease
+from serve_app.batch.batch_run import Said
 from serve_app.batch.batches import Batches, StoredBatch, new_id
 from serve_app.batch.files import Files
-from serve_app.batch.worker import BatchWorker, Said
+from serve_app.batch.worker import BatchWorker
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
 from serve_app.stored.database import StorageLimits
@@ -107,7 +108,7 @@ def test_a_process_that_dies_at_any_call_leaves_a_batch_whole_and_nothing_behind
     anthropic: bool, cancels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it creates, runs, cancels, ends or tidies one: lines have one result each, and all room comes back."""
-    monkeypatch.setattr(worker, "LEASE_S", 0.01)
+    monkeypatch.setattr(lease, "LEASE_S", 0.01)
 
     async def lived(process: Process) -> bool:
         try:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.batch import turns, worker
+from serve_app.batch import batch_run, turns, worker
+from serve_app.batch.batch_run import Said
 from serve_app.batch.batches import Batches, QueuedBatch, StoredBatch
-from serve_app.batch.worker import Said
 from serve_app.errors import Overloaded
 from tests.serve_app.batch.world import World, said
 
@@ -297,7 +297,7 @@ def test_a_line_whose_application_fails_costs_itself(world: World) -> None:
         (line,) = (await one.results("acme", batch))["error"]
         assert (line["custom_id"], line["response"]["status_code"]) == ("c1", 500)
         assert line["response"]["body"]["error"]["message"]
-        assert world.asked["acme", "1"] == worker.MAX_FAULTS
+        assert world.asked["acme", "1"] == batch_run.MAX_FAULTS
         await one.worker.stop()
 
     world.run(run())

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_app.batch import worker
-from serve_app.batch.batches import LineResult, StoredBatch
-from serve_app.batch.files import CONTENT
-from serve_app.batch.worker import BatchWorker, Said
+from serve_app.batch import lease
+from serve_app.batch.batch_run import Said
+from serve_app.batch.batches import Batches, LineResult, StoredBatch
+from serve_app.batch.files import CONTENT, Files
+from serve_app.batch.worker import BatchWorker
 from serve_app.errors import NotFound, Overloaded
 from tests.serve_app.batch import kills
 from tests.serve_app.batch.kills import LINES, TENANTS, ended, judged, opened, submitted
@@ -45,7 +46,7 @@ def test_a_batch_whose_lines_rest_counts_all_that_are_answered(world: World) -> 
         one.start()
         await world.until(lambda: asyncio.sleep(0, world.kept.total() >= 12), 100)
         world.quiet = False
-        await asyncio.sleep(20 * worker.TICK_S)
+        await asyncio.sleep(20 * lease.TICK_S)
         one.objects.before = None
         found = await one.batches.get("acme", batch.id)
         assert found.completed == len(await one.batches.done("acme", found)) == world.kept.total() < 30
@@ -130,12 +131,12 @@ def test_a_batch_of_a_dead_process_goes_on_after_its_lease(back_s: float, world:
         one.start()
         await world.until(lambda: asyncio.sleep(0, bool(one.worker.running)), 10)
         two.start()
-        await asyncio.sleep(3 * worker.LEASE_S)
+        await asyncio.sleep(3 * lease.LEASE_S)
         assert not two.worker.running
         await one.kill()
         world.shift_s -= back_s
         world.quiet = True
-        await world.until_ended(two, ("acme", batch), most_s=worker.LEASE_S + 10)
+        await world.until_ended(two, ("acme", batch), most_s=lease.LEASE_S + 10)
         await two.worker.stop()
 
     world.run(run())
@@ -156,9 +157,9 @@ def test_a_process_that_was_away_finds_its_batch_taken(world: World) -> None:
 
         one.objects.before = away
         two.start()
-        await world.until(lambda: asyncio.sleep(0, bool(two.worker.running)), 2 * worker.LEASE_S)
+        await world.until(lambda: asyncio.sleep(0, bool(two.worker.running)), 2 * lease.LEASE_S)
         back.set()
-        await asyncio.sleep(5 * worker.TICK_S)
+        await asyncio.sleep(5 * lease.TICK_S)
         holder = (await two.batches.get("acme", batch.id)).holder
         assert (holder, bool(one.worker.running), bool(two.worker.running)) == (two.worker.name, False, True)
         world.quiet = True
@@ -194,20 +195,22 @@ def test_results_that_another_process_has_written_too_are_not_left_behind(world:
     async def run() -> None:
         one = world.ingress()
         batch = await one.submit("acme", 3)
-        compose, taken = one.worker._compose, asyncio.Event()
+        taken = asyncio.Event()
 
-        async def slow(*arguments: Any) -> tuple[str, int]:
-            made = await compose(*arguments)
+        def take(row: StoredBatch) -> bool:
+            row.holder, row.held_until_s = "other", one.objects.now_s() + lease.LEASE_S
+            return True
 
-            def take(row: StoredBatch) -> bool:
-                row.holder, row.held_until_s = "other", one.objects.now_s() + worker.LEASE_S
-                return True
+        class Slow(Files):
+            async def write(
+                self, tenant: str, parts: AsyncIterator[bytes], life_s: float, room: int | None = None
+            ) -> tuple[str, int]:
+                written = await Files.write(self, tenant, parts, life_s, room)
+                await one.batches.change("acme", batch.id, take)
+                taken.set()
+                return written
 
-            await one.batches.change("acme", batch.id, take)
-            taken.set()
-            return made
-
-        one.worker._compose = slow  # type: ignore[method-assign]
+        one.worker.batches = Batches(one.objects, Slow(one.objects))
         one.start()
         await taken.wait()
         await world.until(lambda: asyncio.sleep(0, not one.worker.running), 10)
@@ -304,7 +307,7 @@ def test_a_runner_that_died_while_it_tidied_is_continued(steps: int, tmp_path: P
 def test_a_line_that_comes_after_another_runner_ended_the_batch_is_tidied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "TICK_S", 3600.0)  # the runner is stopped, and does not look at the row
+    monkeypatch.setattr(lease, "TICK_S", 3600.0)  # the runner is stopped, and does not look at the row
 
     async def run() -> None:
         asked, wake = asyncio.Event(), asyncio.Event()
@@ -469,7 +472,7 @@ def test_a_batch_behind_another_ends_when_it_is_cancelled_or_expires(tmp_path: P
 
 def test_a_store_that_is_busy_for_a_while_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines in progress are not asked for again."""
-    monkeypatch.setattr(worker, "TICK_S", 0.01)
+    monkeypatch.setattr(lease, "TICK_S", 0.01)
     monkeypatch.setattr(kills, "LINES", FEW)
 
     async def run() -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from serve_app.batch.batch_run import Said
 from serve_app.batch.batches import Batches, LineResult, StoredBatch, new_id
 from serve_app.batch.files import File, Files
-from serve_app.batch.worker import BatchWorker, Said
+from serve_app.batch.worker import BatchWorker
 from serve_app.errors import InvalidRequest
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares

@@ -19,8 +19,8 @@ import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI, OpenAI
 
+from serve_app.batch import batch_run
 from serve_app.batch import files as files_module
-from serve_app.batch import worker
 from serve_app.batch.batch_file import APIS
 from serve_app.batch.batches import Batches, StoredBatch
 from serve_app.batch.files import Files
@@ -381,7 +381,7 @@ def test_sizes_are_bounded(client: OpenAI, script: Script, monkeypatch: pytest.M
         client.files.create(file=b"x" * (3 << 19), purpose="batch")
     assert refused.value.status_code == 413
     taken = [file.id for file in client.files.list()]
-    monkeypatch.setattr(worker, "MAX_LINES", 3)
+    monkeypatch.setattr(batch_run, "MAX_LINES", 3)
     batch = until(client, begin(client, *(line(f"c{number}") for number in range(4))))
     assert (
         batch.errors is not None and batch.errors.data is not None and batch.errors.data[0].code == "too_many_requests"

@@ -14,9 +14,9 @@ import msgspec
 from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, Must, Whole
-from serve_app.batch.answered import AnsweredLine
 from serve_app.batch.batch_file import BatchRequest
 from serve_app.errors import InvalidRequest
+from serve_app.infer.answered import AnsweredLine
 
 DEFAULT_MAX_GENERATE_LENGTH = 256
 MAX_BATCH_SIZE = 4096

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
-from serve_app.batch.answered import AnsweredLine
 from serve_app.batch.batch_file import BatchRequest
 from serve_app.batch.batches import usage_of
+from serve_app.infer.answered import AnsweredLine
 
 TIMEOUT_S = 3600.0
 LONGEST_PAUSE_S = 30.0

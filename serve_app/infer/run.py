@@ -14,7 +14,6 @@ from msgspec import structs
 from router.protocol.block_hash import common_tokens
 from serve_app.api.format import AnswerHead, ErrorAnswer
 from serve_app.api.request import ChatRequest, ignored_fields
-from serve_app.batch.answered import AnsweredLine
 from serve_app.batch.batch_file import APIS, BatchRequest
 from serve_app.batch.order import LANES, LineRunner, as_given, beginnings, grouped
 from serve_app.cache_misses.reasons import SeenPrompt, explain, is_miss
@@ -32,6 +31,7 @@ from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.request_usage import RequestUsage, save_warning
 from serve_app.generation.tool_calls.call_reader import WholeChoice
 from serve_app.generation.tool_calls.reader import AnswerReaders
+from serve_app.infer.answered import AnsweredLine
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine
