@@ -51,24 +51,7 @@ class CacheDigest(msgspec.Struct, frozen=True, tag="digest", array_like=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
-    """A replica's load at one moment. Rates are measured, smoothed, and 0.0 while unknown.
-
-    ``admitted``: by router, the highest of its reservation numbers that the replica has admitted.
-    ``committed_prefill_tokens``: the queued tokens that run before any new request of normal order, however short (the
-    rest of a prefill or step that is not interrupted); ``committed_sequences``: the waiting sequences without other
-    tokens, ignored if no tokens are committed.
-    ``pull_tokens_per_s``: the rate of KV copies from other replicas, 0.0 without such copies.
-    ``prefill_rate_tokens``: the number of recent prefill tokens behind the measured prefill rate, 0 if the rate is
-    known and not measured. A router trusts a rate over few tokens only in part (see ``ReplicaLoad``).
-    ``taken_at_s``: the time of the report by the replica's own clock. Of two reports the later one counts, regardless
-    of their arrival order.
-    ``adapters``: the LoRA adapters in memory (see ``pack_adapters``); ``adapter_load_s``: the load time of one adapter.
-    ``arrived``, ``begun``: since the previous report, the requests that arrived, and that had their first token or
-    ended (see ``request_key``). Only replicas without reservation numbers send them.
-    ``attributes``: of the replica, such as its zone or price, for policies; at most ``settings.MAX_ATTRIBUTES``.
-    ``out``: why it cannot take any request now, "" if it can.
-    ``tier_tokens_per_s``: the rate of loads from tiers below the pool, 0.0 if their time does not count.
-    """
+    """A replica's load at one moment. Rates are measured, smoothed, and 0.0 while unknown."""
 
     queued_prefill_tokens: int
     running_sequences: int
@@ -77,18 +60,43 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     max_waiting_sequences: int
     prefill_tokens_per_s: float
     admitted: dict[str, int] = {}
+    """By router, the highest of its reservation numbers that the replica has admitted."""
     committed_prefill_tokens: int = 0
+    """The queued tokens that run before any new request of normal order, however short.
+
+    It is the rest of a prefill or step that is not interrupted.
+    """
     pull_tokens_per_s: float = 0.0
+    """The rate of KV copies from other replicas, 0.0 without such copies."""
     committed_sequences: int = 1
+    """The waiting sequences without other tokens, ignored if no tokens are committed."""
     adapters: bytes = b""
+    """The LoRA adapters in memory (see ``pack_adapters``)."""
     adapter_load_s: float = 0.0
+    """The load time of one adapter."""
     prefill_rate_tokens: int = 0
+    """The number of recent prefill tokens behind the measured prefill rate, 0 if the rate is known and not measured.
+
+    A router trusts a rate over few tokens only in part (see ``ReplicaLoad``).
+    """
     taken_at_s: float = 0.0
+    """The time of the report by the replica's own clock.
+
+    Of two reports the later one counts, regardless of their arrival order.
+    """
     arrived: bytes = b""
+    """Since the previous report, the requests that arrived (see ``request_key``).
+
+    Only replicas without reservation numbers send them and ``begun``.
+    """
     begun: bytes = b""
+    """Since the previous report, the requests that had their first token or ended."""
     attributes: dict[str, str | float] = {}
+    """Of the replica, such as its zone or price, for policies; at most ``settings.MAX_ATTRIBUTES``."""
     out: str = ""
+    """Why it cannot take any request now, "" if it can."""
     tier_tokens_per_s: float = 0.0
+    """The rate of loads from tiers below the pool, 0.0 if their time does not count."""
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):

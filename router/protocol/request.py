@@ -45,28 +45,30 @@ class RoutedRequest(msgspec.Struct, frozen=True):
     """The fields of a request that a router reads; an engine's request is one with more fields.
 
     It is the first argument of the handle call, and reaches the replica with the router's ``decision``.
-    ``block_hashes``: packed chain of the prompt's full blocks. ``placement_key``: 16 bytes that keep related
-    cold requests together (system-prompt key, or derived from a client's ``prompt_cache_key``).
-    ``avoid``: replicas that already failed this request; ``dead``: those that also lost their KV.
-    ``adapter``: the key of its LoRA adapter, "" for none.
-    ``tenant``: the request's tenant, for fair turns in the queue. ``rerouted``: the number of returns by replicas with
-    more queued work than the router expected. ``store_kv`` False: the request leaves nothing in a replica's cache.
-    ``order``: among the tenant's waiting requests, the lowest is first. ``reads_kv`` False: the request computes its
-    whole prompt anew.
     """
 
     request_id: str
     block_hashes: bytes = b""
+    """Packed chain of the prompt's full blocks."""
     prompt_tokens: int = 0
     placement_key: bytes = b""
+    """16 bytes that keep related cold requests together (system-prompt key, or from a ``prompt_cache_key``)."""
     avoid: tuple[str, ...] = ()
+    """Replicas that already failed this request."""
     adapter: str = ""
+    """The key of its LoRA adapter, "" for none."""
     tenant: str = ""
+    """For fair turns in the queue."""
     rerouted: int = 0
+    """The number of returns by replicas with more queued work than the router expected."""
     store_kv: bool = True
+    """False: the request leaves nothing in a replica's cache."""
     dead: tuple[str, ...] = ()
+    """Those of ``avoid`` that also lost their KV."""
     order: int = 0
+    """Among the tenant's waiting requests, the lowest is first."""
     reads_kv: bool = True
+    """False: the request computes its whole prompt anew."""
     decision: Decision | None = None
 
 

@@ -139,81 +139,93 @@ TIERS = {"priority": -1, "default": 0, "flex": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFields:
-    """The validated fields that both kinds of requests share: the sampling and the form of the answer.
-
-    ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, names the adapter.
-    ``max_tokens`` None: the deployment's default. ``top_k`` 0 and ``min_p`` 0 switch these off. ``stop`` strings and
-    ``stop_token_ids`` are excluded from the text, unless ``include_stop_str_in_output``. ``logprobs``: the number of
-    likeliest tokens to report with each token, None: no log-probabilities. ``logprob_token_ids``: the tokens to report
-    instead. ``prompt_logprobs``: like ``logprobs``, for the prompt's tokens. ``grammar``: the grammar of the answer.
-    ``prompt_cache_key`` is a routing hint. ``cache_salt`` divides the tenant's cache. ``prompt_ref`` names the
-    registered prompt to prepend. ``store_kv`` False: store nothing in the cache; None: the tenant's setting.
-    ``add_special_tokens``: put the tokenizer's own around a text; None: where no chat template does.
-    ``continuous_usage``: usage in every chunk, too. ``include_reasoning`` False: a chat shows none.
-    ``return_token_ids``: report them; ``return_tokens_as_token_ids``: log-probabilities name tokens by them.
-    ``truncate_prompt_tokens``: keep only so many of a prompt, -1: as many as fit; ``truncation_side``: where others are
-    left out.
-    ``cache_diagnostics``: report the reason of a cache miss. ``unknown``: fields without effect.
-    ``service_tier`` and, within a tier, ``priority`` order the tenant's own requests. ``session``: the client's name
-    for the request's session, "" for none; ``parent``: for the session that began it; ``final``: it ends with this
-    answer. ``user``: its word for the end user. ``expected_tokens``: of the answer, as the client guesses, 0 for no
-    guess. ``prompt_rules``: the rules for
-    agents' clients by which the prompt differs from what was sent; ``rules_off``: those that the settings switch off.
-    """
+    """The validated fields that both kinds of requests share: the sampling and the form of the answer."""
 
     prompt_field: ClassVar[str]
     """The field that errors about the prompt mention."""
 
     model: str
+    """Names the base model or a LoRA adapter."""
     lora_name: str | None = None
+    """If given, names the adapter."""
     n: int = 1
+    """Choices of each prompt."""
     max_tokens: int | None = None
+    """None: the deployment's default."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    """0 switches it off."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    """These strings, and ``stop_token_ids``, are excluded from the text, unless ``include_stop_str_in_output``."""
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_p: float = 0.0
+    """0 switches it off."""
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    """The number of likeliest tokens to report with each token, None: no log-probabilities."""
     logprob_token_ids: tuple[int, ...] = ()
+    """The tokens to report instead."""
     prompt_logprobs: int | None = None
+    """Like ``logprobs``, for the prompt's tokens."""
     grammar: Grammar | None = None
+    """Of the answer."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    """Usage in every chunk, too."""
     include_reasoning: bool = True
+    """False: a chat shows none."""
     return_token_ids: bool = False
+    """Report them."""
     return_tokens_as_token_ids: bool = False
+    """Log-probabilities name tokens by them."""
     truncate_prompt_tokens: int | None = None
+    """Keep only so many of a prompt, -1: as many as fit."""
     truncation_side: str = "left"
+    """Where others are left out."""
     cache_salt: str | None = None
+    """Divides the tenant's cache."""
     prompt_cache_key: str | None = None
+    """A routing hint."""
     prompt_ref: str | None = None
+    """Names the registered prompt to prepend."""
     service_tier: str = "default"
+    """It and, within a tier, ``priority`` order the tenant's own requests."""
     priority: int = 0
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = False
     store_kv: bool | None = None
+    """False: store nothing in the cache; None: the tenant's setting."""
     add_special_tokens: bool | None = None
+    """Put the tokenizer's own around a text; None: where no chat template does."""
     cache_diagnostics: bool = False
+    """Report the reason of a cache miss."""
     session: str = ""
+    """The client's name for the request's session, "" for none."""
     parent: str = ""
+    """The name of the session that began this one."""
     final: bool = False
+    """The session ends with this answer."""
     user: str = ""
+    """The client's word for the end user."""
     expected_tokens: int = 0
+    """Of the answer, as the client guesses, 0 for no guess."""
     prompt_rules: tuple[str, ...] = ()
+    """The rules for agents' clients by which the prompt differs from what was sent."""
     rules_off: tuple[str, ...] = ()
+    """Those that the settings switch off."""
     unknown: tuple[UnknownField, ...] = ()
+    """Fields without effect."""
 
     @property
     def answering_model(self) -> str:

@@ -85,7 +85,7 @@ class MissDetector:
         if not generation.store_kv:
             return None
         tenant, task = generation.tenant, None
-        prompt = SeenPrompt(generation.token_ids, generation.scope, generation.system_chars, now_s, usage)
+        prompt = SeenPrompt(generation.identity, generation.scope, generation.system_chars, now_s, usage)
         if generation.reads_kv and is_miss(len(generation.token_ids), cached_tokens):
             if self._under_way[tenant] < MAX_AT_ONCE:
                 self._under_way[tenant] += 1

@@ -76,7 +76,7 @@ class OutsideEngine:
     ) -> None:
         """Queue a checked request (any thread). Raises EngineError once stopped, QueueFull, ValueError."""
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
-        chain = request.block_hashes or extend_chain(request.root, request.scope.public_blocks, ids, size)
+        chain = request.block_hashes or extend_chain(request.root, request.scope.public_blocks, request.identity, size)
         cached = pool.hit(chain, (len(ids) - 1) // size) * size if request.reads_kv else 0
         if request.remote_kv is not None:
             cached = max(cached, request.remote_kv.tokens)

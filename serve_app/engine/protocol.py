@@ -80,70 +80,92 @@ class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
 class EngineRequest(RoutedRequest, frozen=True, kw_only=True, array_like=True, eq=False):
     """One sequence to generate, from its ingress through router and replica to the engine, and while it is answered.
 
-    Each stage adds fields; ``to_wire`` is its only other form. Some of the router's fields follow from the others.
-
-    For the engine. ``token_ids``: the prompt, int32, at least one id. Its last ``resumed_tokens`` are the answer's
-    first tokens, which another replica generated. ``scope.lora`` names the LoRA adapter (``AdapterSpec.key``), "" the
-    base model. ``root`` is the scope's keyed root hash, behind the public scope's where ``scope.public_blocks`` is not
-    0. ``block_hashes``: the packed chain of the prompt's full blocks under it (empty: the engine computes it).
-    ``order``: among a tenant's waiting requests the lowest starts first; it has no effect between tenants.
-    ``expected_tokens``: of the answer, as the client guesses, 0 for no guess.
-    ``store_kv`` False: the request uses cached blocks, but its own are never shared and end with it. ``saves``: the
-    prefixes to keep, an explicit one, then those of cache breakpoints, the shortest first: so they get space.
-    ``timeout_s``: limit from submission to the end; an unfinished request then ends with "timeout".
-
-    For the replica. ``reply_to``: the destination of its outputs, None for none. ``caller``: the name of the calling
-    Serve actor; the generation ends when it dies. ``lora_path``: path of the adapter for a replica that lacks it.
-    ``interval_s``: minimum time between two outputs, except the first and the last. ``grammar``: in llguidance's form.
-    ``session``: a ``session_key``; ``parent``: of the session that began it; ``final``: it ends with this answer.
-    ``traceparent``: W3C's, of the parent's span. ``tokenizer``: whose ids these are (``CheckpointInfo``). "" stands for
-    none.
-
-    From the replica. ``matcher``: this answer's own grammar; where the rules leave no token, the grammar wins.
-    ``remote_kv``: KV in transit that the request waits for; it is queued, and counted as waiting, from submission.
-
-    For the ingress. ``deadline_s``: by its ``time.perf_counter``. ``grammar_field``: the client's with the grammar;
-    ``warning``: what it leaves out. ``echo``: the prompt, if the answer repeats it. ``prompt_ref``: the version of its
-    registered prompt. ``model``: its name in usage; ``charged``: whether its prompt is charged, once for all choices.
-    ``system_chars``: of the formatted system prompt; ``system_tokens``: those that the prompt has in common with it.
-
-    ``version``: of the sender's messages; its outputs have the same, since nobody else is answered.
+    Each stage adds fields; ``to_wire`` is its only other form. Some of the router's fields follow from the others. Of
+    strings "" stands for none.
     """
+
+    # For the engine.
 
     tenant: str = "default"
     token_ids: TokenArray
+    """The prompt, as the model reads it: int32, at least one id. ``identity`` is what is hashed."""
     scope: PrefixScope
+    """``scope.lora`` names the LoRA adapter (``AdapterSpec.key``), "" the base model."""
     root: bytes
+    """The scope's keyed root hash, behind the public scope's where ``scope.public_blocks`` is not 0.
+
+    ``block_hashes`` is the packed chain of the prompt's full blocks under it (empty: the engine computes it).
+    """
     sampling: SamplingParams
     saves: tuple[Save, ...] = ()
+    """The prefixes to keep, an explicit one, then those of cache breakpoints, the shortest first: so they get space."""
     timeout_s: float = math.inf
+    """Limit from submission to the end; an unfinished request then ends with "timeout"."""
     resumed_tokens: int = 0
+    """So many of the prompt's last ids are the answer's first tokens, which another replica generated."""
     expected_tokens: int = 0
+    """Of the answer, as the client guesses, 0 for no guess."""
+
+    # For the replica.
 
     reply_to: ReplyTo | None = None
+    """The destination of its outputs, None for none."""
     caller: str = ""
+    """The name of the calling Serve actor; the generation ends when it dies."""
     lora_path: str = ""
+    """Path of the adapter for a replica that lacks it."""
     interval_s: float = 0.0
+    """Minimum time between two outputs, except the first and the last."""
     grammar: str = ""
+    """In llguidance's form."""
     session: str = ""
+    """A ``session_key``."""
     parent: str = ""
+    """The ``session_key`` of the session that began this one."""
     final: bool = False
+    """The session ends with this answer."""
     traceparent: str = ""
+    """W3C's, of the parent's span."""
+
+    # From the replica.
 
     matcher: TokenMatcher | None = None
+    """This answer's own grammar; where the rules leave no token, the grammar wins."""
     remote_kv: RemoteKv | None = None
+    """KV in transit that the request waits for; it is queued, and counted as waiting, from submission."""
+
+    # For the ingress.
 
     deadline_s: float = math.inf
+    """By its ``time.perf_counter``."""
     grammar_field: str = ""
+    """The client's field with the grammar."""
     warning: str = ""
+    """What the grammar leaves out."""
     echo: str = ""
+    """The prompt, if the answer repeats it."""
     prompt_ref: str = ""
+    """The version of its registered prompt."""
     model: str = ""
+    """Its name in usage."""
     charged: bool = False
+    """Whether its prompt is charged, once for all choices."""
     system_chars: int = 0
+    """Characters of the formatted system prompt."""
     system_tokens: int = 0
+    """Tokens that the prompt has in common with the formatted system prompt."""
+
     tokenizer: str = ""
+    """For the replica: whose ids these are (``CheckpointInfo``)."""
     version: int = WIRE_VERSION
+    """Of the sender's messages; its outputs have the same, since nobody else is answered."""
+    hashed_ids: TokenArray | None = None
+    """For the engine: the ``identity``, where it is not the ids themselves."""
+
+    @property
+    def identity(self) -> TokenArray:
+        """What caches hash and compare, an id for each token: KV is shared only as far as these agree."""
+        return self.token_ids if self.hashed_ids is None else self.hashed_ids
 
     def __post_init__(self) -> None:
         """Set the fields of ``RoutedRequest`` that follow from others."""
@@ -304,6 +326,9 @@ class CacheRoom:
 
 OutputSink = Callable[[Sequence[EngineOutput]], None]
 """Called from the engine's thread once per step, with all of the step's outputs for one submitter."""
+
+AtOnce = Callable[[EngineOutput], bool]
+"""Takes an output inside the callback that received it; False: not now, it goes to the reader who waits for it."""
 
 EventSink = Callable[[Sequence[Event]], None]
 """Called from the engine's thread with cache events, in the order in which they happened."""

@@ -163,13 +163,11 @@ class CheckedGrammars:
         self._workers = workers
         self._known: TenantsLru[Grammar, tuple[str, str] | GrammarError] = TenantsLru(MAX_KNOWN)
 
-    async def form(self, grammar: Grammar | None, tenant: str) -> tuple[str, str]:
-        """Return a grammar in llguidance's form, "" for none, and a warning about what it leaves out, "" for nothing.
+    async def form(self, grammar: Grammar, tenant: str) -> tuple[str, str]:
+        """Return a grammar in llguidance's form, and a warning about what it leaves out, "" for nothing.
 
         Raises InvalidRequest if no answer could match it.
         """
-        if grammar is None:
-            return "", ""
         if not self._ends:
             message = f"{grammar.field} needs a model with an end token, and this one has none."
             raise InvalidRequest(message, param=grammar.field)

@@ -21,12 +21,12 @@ from serve_app.cache_misses.rules import REMEDIES, MissReason
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
-from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest
+from serve_app.engine.protocol import AtOnce, Engine, EngineError, EngineOutput, EngineRequest
 from serve_app.engine.token_channel import TokenStream
 from serve_app.errors import InvalidRequest, WarmpathError
 from serve_app.fairness.queue import LoopTurns, WaitingLine
 from serve_app.fairness.shares import Budget, Shares
-from serve_app.generation.answer import TakeOutput, answer_pieces, raise_for, told_ids
+from serve_app.generation.answer import answer_pieces, raise_for, told_ids
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.request_usage import RequestUsage, save_warning
 from serve_app.generation.tool_calls.call_reader import WholeChoice
@@ -154,7 +154,8 @@ class _Batch:
         # The request's index is its seed, so that a file gives the same answers again.
         wanted = self._readers.checked(request.parse_body(self._model, seed=index))
         if formatted and isinstance(wanted, ChatRequest):
-            rendered = await self._preparer.formatted(wanted, self._tenant.name)
+            prompts = self._preparer.prompts
+            rendered = await prompts.formatted(wanted, await prompts.scope(wanted, self._tenant))
             answered.formatted_request, answered.formatted_system_prompt = rendered.text, rendered.system_text
         place = await self._places.enter(self._tenant.name, wanted.choices)
         try:
@@ -196,7 +197,7 @@ class _Batch:
         if not self._explains:
             return ""
         prompt, earlier = (
-            SeenPrompt(generation.token_ids, generation.scope, generation.system_chars, 0.0),
+            SeenPrompt(generation.identity, generation.scope, generation.system_chars, 0.0),
             [*self._seen],
         )
         self._seen.append(prompt)
@@ -209,7 +210,7 @@ class _Batch:
         return f"{reason}: {REMEDIES[reason]}" if reason is not None else ""
 
     async def generate(
-        self, generation: EngineRequest, *, take: TakeOutput | None = None
+        self, generation: EngineRequest, *, at_once: AtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield a request's outputs as they arrive; the last has a finish reason. Raises a ``WarmpathError``."""
         loop = asyncio.get_running_loop()

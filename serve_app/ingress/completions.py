@@ -31,7 +31,8 @@ from serve_app.errors import InvalidRequest
 from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.fairness.queue import FairWorkers
 from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces, told_ids
-from serve_app.generation.prepare import Preparer, most_values
+from serve_app.generation.prepare import Preparer
+from serve_app.generation.prompt import most_values
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, request_headers, streamed, whole
 from serve_app.ingress.client_headers import arrived_s, with_session
@@ -192,7 +193,7 @@ class Completions:
         """Return the tokens of a request's prompt, the request, and who made it. Raises a ``WarmpathError``."""
         with self.arrive(tenant) as arrival:
             chosen, wanted, _ = await self._wanted(request, tenant, arrival, parse, form, "tokenizer")
-            return await chosen.preparer.token_ids(wanted, tenant), wanted, chosen.preparer
+            return await chosen.preparer.prompts.token_ids(wanted, tenant), wanted, chosen.preparer
 
     async def text_of(self, request: Request, tenant: Tenant, model: str) -> str:
         """Return the text of a body's tokens; ``model``: that of a body without one. Raises a ``WarmpathError``."""

@@ -362,12 +362,12 @@ class Prompts:
         root = secrets.token_bytes(16)
         if (prompts, formatted) != (self._prompts, self._formatted) or self._formatted_on is None:
             bare = {
-                ref: tokenizer.encode(prompt.text, root, add_special_tokens=True).token_ids
+                ref: tokenizer.encode(prompt.text, root, add_special_tokens=True).identity
                 for ref, prompt in prompts.items()
             }
             self._tokens = {ref: len(ids) for ref, ids in bare.items()}
             if formatted != self._formatted:
-                of_chats = (tokenizer.encode(text, root).token_ids for text in chats)
+                of_chats = (tokenizer.encode(text, root).identity for text in chats)
                 tokenizer.set_public([*of_chats, *(bare[ref] for ref in public)])
                 self._formatted = formatted
         self._prompts = prompts

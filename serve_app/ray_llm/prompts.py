@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.errors import InvalidRequest
-from serve_app.generation.prepare import placement_key
+from serve_app.generation.prompt import placement_key
 from serve_app.tokenization.chat_template import RenderedPrompt
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 

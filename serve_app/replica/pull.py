@@ -228,7 +228,7 @@ class Puller:
     async def _copy(self, pull: _Pull) -> PullOutcome:
         """Copy piece after piece; ``pull.held`` tracks the progress."""
         request = pull.request
-        prefix = HashedTokens(request.scope, request.token_ids, request.block_hashes, request.tenant)
+        prefix = HashedTokens(request.scope, request.identity, request.block_hashes, request.tenant)
         piece_blocks = max(1, PIECE_BYTES // self._block_bytes)
         while pull.held < pull.last:
             count = min(piece_blocks, pull.last - pull.held)

@@ -46,12 +46,16 @@ _NO_IDS: TokenArray = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedPrompt:
-    """``token_ids``: int32, the caller's own copy. ``block_hashes``: packed chain of the full blocks.
+    """A prompt's tokens and hashes.
 
-    ``public_blocks``: the number of public blocks. The others belong to the private root.
+    ``token_ids``: what the model reads, int32, the caller's own copy. ``identity``: what is hashed and compared, an id
+    for each token. It is the token ids, except for ids that stand for contents (a placeholder): prompts share KV only
+    as far as their identities agree. ``block_hashes``: packed chain of the full blocks. ``public_blocks``: the number
+    of public blocks. The others belong to the private root.
     """
 
     token_ids: TokenArray
+    identity: TokenArray
     block_hashes: bytes
     public_blocks: int = 0
 
@@ -188,17 +192,24 @@ class PromptTokenizer:
                 del self._in_flight[key]
                 ended.set_result(None)
 
-    def encode_ids(self, ids: Sequence[int], root: bytes, public_root: bytes = b"") -> EncodedPrompt:
-        """Hash a prompt given as token ids. Raises InvalidRequest for an id outside the vocabulary."""
+    def encode_ids(
+        self, ids: Sequence[int], root: bytes, public_root: bytes = b"", *, identity: TokenArray | None = None
+    ) -> EncodedPrompt:
+        """Hash a prompt given as token ids. Raises InvalidRequest for an id outside the vocabulary.
+
+        ``identity``: see ``EncodedPrompt``; None: the ids.
+        """
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise InvalidRequest(f"Token ids must be from 0 to {self.vocab_size - 1}.", param="prompt")
         token_ids = np.array(ids, dtype=np.int32)
-        public_blocks = self._public_blocks(self._public, token_ids) if public_root else 0
+        identity = token_ids if identity is None else identity
+        public_blocks = self._public_blocks(self._public, identity) if public_root else 0
         root = public_root + root if public_blocks else root
-        return EncodedPrompt(token_ids, extend_chain(root, public_blocks, token_ids, self.block_size), public_blocks)
+        chain = extend_chain(root, public_blocks, identity, self.block_size)
+        return EncodedPrompt(token_ids, identity, chain, public_blocks)
 
-    def _public_blocks(self, public: PublicTokens, token_ids: TokenArray) -> int:
-        return max(0, public.count(token_ids) - self._lookahead) // self.block_size
+    def _public_blocks(self, public: PublicTokens, identity: TokenArray) -> int:
+        return max(0, public.count(identity) - self._lookahead) // self.block_size
 
     @property
     def texts(self) -> TokenTexts:
@@ -300,4 +311,4 @@ class PromptTokenizer:
                 self._cache.put(reversed(new))
         if len(suffix) or self._lookahead:
             chain += next_hashes_to(len(token_ids))
-        return EncodedPrompt(token_ids, bytes(chain), public_blocks)
+        return EncodedPrompt(token_ids, token_ids, bytes(chain), public_blocks)

@@ -28,7 +28,10 @@ KINDS: tuple[HotPrefixKind, ...] = ("save", "public", "prefix")
 
 @dataclass(frozen=True, slots=True)
 class HashedTokens:
-    """Tokens under a scope. ``chain``: the packed hashes of their full blocks. ``tenant``: the owner of new blocks."""
+    """Tokens under a scope, by their identity. ``chain``: the packed hashes of their full blocks.
+
+    ``tenant``: the owner of new blocks.
+    """
 
     scope: PrefixScope
     token_ids: TokenArray

@@ -96,7 +96,7 @@ class TorchEngine:
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         chain = b""
         if self._cache.enabled:
-            chain = request.block_hashes or self._cache.prompt_chain(request.scope, request.root, ids)
+            chain = request.block_hashes or self._cache.prompt_chain(request.scope, request.root, request.identity)
         sequence = SequenceState(structs.replace(request, token_ids=ids), sink, chain, self._clock())
         sequence.held_blocks_hint = self._cache.index.count_held(chain, sequence.reusable_blocks(self._cache))
         with self._loop.changed:

@@ -424,7 +424,7 @@ class Scheduler:
         """Admit a waiting sequence, park it behind another's block or a load, or return the missing resource."""
         cache = self._cache
         limit = sequence.reusable_blocks(cache)
-        matched = cache.match(sequence.request.scope, sequence.tokens, sequence.chain) if limit else []
+        matched = cache.match(sequence.request.scope, sequence.identity, sequence.chain) if limit else []
         hits = len(matched)
         if hits < limit and self.pending.park(sequence, hash_at(sequence.chain, hits)):
             return "parked"

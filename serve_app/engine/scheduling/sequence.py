@@ -74,6 +74,7 @@ class SequenceState:
     length: int = field(init=False)
     prefill_tokens: int = field(init=False)
     _tokens: TokenArray = field(init=False)
+    _identity: TokenArray = field(init=False)
     _kept: Kept = field(default_factory=Kept)
     _runs: list[BlockRun] = field(default_factory=list)
     _runs_cover: int = 0
@@ -82,6 +83,10 @@ class SequenceState:
         prompt = self.request.token_ids
         self._tokens = np.empty(len(prompt) + self.request.sampling.max_tokens, dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
+        self._identity = self._tokens
+        if self.request.hashed_ids is not None:
+            self._identity = self._tokens.copy()
+            self._identity[: len(prompt)] = self.request.hashed_ids
         self.length = self.prefill_tokens = len(prompt)
         self.turn_s = self.arrival_s
 
@@ -96,14 +101,14 @@ class SequenceState:
         return self.length - self.prompt_tokens
 
     @property
-    def tokens(self) -> TokenArray:
-        """Prompt and generated tokens (a view)."""
-        return self._tokens[: self.length]
+    def identity(self) -> TokenArray:
+        """What caches compare for prompt and generated tokens (a view)."""
+        return self._identity[: self.length]
 
     @property
     def hashed_tokens(self) -> HashedTokens:
-        """The tokens so far with their hashes, scope and tenant."""
-        return HashedTokens(self.request.scope, self.tokens, self.chain, self.request.tenant)
+        """The tokens so far, as caches compare them, with their hashes, scope and tenant."""
+        return HashedTokens(self.request.scope, self.identity, self.chain, self.request.tenant)
 
     @property
     def prefilling(self) -> bool:
@@ -173,7 +178,7 @@ class SequenceState:
         sampling = self.request.sampling
         if token in sampling.stop_token_ids:
             return "stop"
-        self._tokens[self.length] = token
+        self._tokens[self.length] = self._identity[self.length] = token
         self.length += 1
         return "length" if self.generated_tokens >= sampling.max_tokens else None
 
@@ -184,7 +189,9 @@ class SequenceState:
             return
         self._extend_chain(cache, full)
         before = self.blocks[self.published : full]
-        self.published = cache.publish(self.request.scope, self._tokens, self.chain, self.blocks, self.published, full)
+        self.published = cache.publish(
+            self.request.scope, self._identity, self.chain, self.blocks, self.published, full
+        )
         if before != self.blocks[full - len(before) : full]:
             self._runs_cover = 0
 
@@ -214,8 +221,8 @@ class SequenceState:
 
     def _extend_chain(self, cache: PrefixCache, blocks: int) -> None:
         if len(self.chain) // HASH_BYTES < blocks:
-            tokens = self._tokens[: blocks * cache.block_size]
-            self.chain = cache.prompt_chain(self.request.scope, self.request.root, tokens, self.chain)
+            identity = self._identity[: blocks * cache.block_size]
+            self.chain = cache.prompt_chain(self.request.scope, self.request.root, identity, self.chain)
 
     def _history(self) -> History:
         """Return the client's prompt and the answer, which includes tokens that another replica generated."""
@@ -256,6 +263,8 @@ def check_request(
     ids, sampling = request.token_ids, request.sampling
     if ids.ndim != 1 or len(ids) == 0 or ids.dtype.kind not in "iu":
         raise ValueError("token_ids must be a one-dimensional integer array with at least one id")
+    if len(request.identity) != len(ids):
+        raise ValueError("hashed_ids must have an id for each of token_ids")
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise ValueError(f"token ids must be 0 to {vocab_size - 1}")
     if request.saves and not request.store_kv:

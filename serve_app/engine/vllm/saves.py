@@ -111,7 +111,7 @@ class VllmSaves:
         async with self._lock(wanted.key):
             result = self._keeper.without_pinning(wanted, request.tenant, numbers)
             if result is None:
-                prefix = HashedTokens(request.scope, request.token_ids, chain, request.tenant)
+                prefix = HashedTokens(request.scope, request.identity, chain, request.tenant)
                 outcome = await self._pin(wanted.key, prefix, request.root, wanted.ttl_s)
                 result = self._keeper.pinned(outcome, request.tenant, numbers)
         return result

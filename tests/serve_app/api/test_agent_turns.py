@@ -39,7 +39,7 @@ def breaks(preparer: Preparer, requests: list[ChatRequest], *, rules: bool = Tru
     found: dict[int, float] = {}
     prompts: list[TokenArray] = []
     for number, request in enumerate(requests):
-        ids = asyncio.run(preparer.token_ids(by_rules(request) if rules else request, Tenant("t")))
+        ids = asyncio.run(preparer.prompts.token_ids(by_rules(request) if rules else request, Tenant("t")))
         common, _, before = max(
             ((common_tokens(ids, one) // BLOCK, at, one) for at, one in enumerate(prompts)), default=(0, 0, ids[:0])
         )

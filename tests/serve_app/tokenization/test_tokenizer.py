@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, processors
 from typer.testing import CliRunner
 
-from router.protocol.block_hash import extend_chain
+from router.protocol.block_hash import common_blocks, extend_chain, split_chain
 from serve_app.cli.main import app
 from serve_app.errors import InvalidRequest
 from serve_app.tokenization.chat_template import ChatTemplate
@@ -98,6 +98,22 @@ def test_encoding_equals_tokenizing_and_hashing_from_nothing(
                 assert encoded.public_blocks == blocks
                 assert encoded.block_hashes == extend_chain(public_root + ROOT if blocks else ROOT, blocks, ids, 4)
                 assert cached.encode_ids(ids.tolist(), ROOT, public_root).block_hashes == encoded.block_hashes
+
+
+@given(ids=st.lists(st.integers(0, 4095), min_size=1, max_size=40), at=st.integers(0, 39), public=st.booleans())
+def test_equal_ids_with_another_identity_share_no_hash_from_the_difference_on(
+    variants: dict[str, PromptTokenizer], ids: list[int], at: int, public: bool
+) -> None:
+    """It is what is hashed, and what makes a block public; before the difference all hashes are shared."""
+    cached, at = variants["plain"], min(at, len(ids) - 1)
+    cached.set_public([np.array(ids, dtype=np.int32)])
+    root, identity = OTHER_ROOT if public else b"", np.array(ids, dtype=np.int32)
+    identity[at] = -1
+    plain, other = cached.encode_ids(ids, ROOT, root), cached.encode_ids(ids, ROOT, root, identity=identity)
+    assert other.token_ids.tolist() == plain.token_ids.tolist() == plain.identity.tolist()
+    assert common_blocks(plain.block_hashes, other.block_hashes) == at // 4
+    assert not set(split_chain(plain.block_hashes[16 * (at // 4) :])) & set(split_chain(other.block_hashes))
+    assert other.public_blocks == (at // 4 if public else 0)
 
 
 @pytest.mark.parametrize("more", range(4))
