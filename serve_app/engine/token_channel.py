@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -15,7 +15,7 @@ import msgspec
 import zmq
 from msgspec import structs
 
-from serve_app.engine.protocol import EngineOutput, ReplyTo, outputs_of_wire, to_wire
+from serve_app.engine.protocol import AtOnce, EngineOutput, ReplyTo, outputs_of_wire, to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Arrivals:
     def __init__(self) -> None:
         self._outputs: deque[EngineOutput] = deque()
         self._news: asyncio.Future[None] | None = None
-        self.at_once: Callable[[EngineOutput], bool] | None = None
+        self.at_once: AtOnce | None = None
         self.received = 0
 
     def add(self, output: EngineOutput) -> None:

@@ -20,7 +20,7 @@ from serve_app.api.format import (
     ToldToken,
 )
 from serve_app.api.request import GenerateRequest
-from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, TokenLogprob
+from serve_app.engine.protocol import AtOnce, EngineOutput, EngineRequest, FirstToken, TokenLogprob
 from serve_app.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -32,19 +32,16 @@ from serve_app.errors import (
 from serve_app.fairness.queue import LoopTurns, Place
 from serve_app.tokenization.detokenizer import Detokenizer, StopChecker, TokenTexts
 
-TakeOutput = Callable[[EngineOutput], bool]
-"""Takes a request's outputs as they arrive, except its first and last, bypassing the generator; False: not now."""
-
 
 class TokenSource(Protocol):
     """Source of generated tokens."""
 
     def generate(
-        self, generation: EngineRequest, *, take: TakeOutput | None = None
+        self, generation: EngineRequest, *, at_once: AtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield a request's outputs as they arrive, except those that ``take`` takes; the last has a finish reason.
+        """Yield a request's outputs as they arrive, except those in the middle that ``at_once`` takes.
 
-        Raises a ``WarmpathError``, or the error of ``take``.
+        The last has a finish reason. Raises a ``WarmpathError``, or the error of ``at_once``.
         """
 
 
@@ -369,36 +366,28 @@ class PieceSink:
         self.write: Callable[[Piece], None] = lambda _: None
 
 
-class _Ended(Exception):
-    """Tokens that were taken directly ended the choice, with ``last``."""
-
-    def __init__(self, last: Piece) -> None:
-        self.last = last
-
-
 async def choice_pieces(
     generation: EngineRequest, source: TokenSource, reader: ChoiceReader, sink: PieceSink | None = None
 ) -> AsyncGenerator[Piece, None]:
     """Yield one choice's pieces, except those that ``sink`` accepted; closing it cancels the generation."""
+    ended: list[Piece] = []
 
-    def take(tokens: EngineOutput) -> bool:
+    def at_once(tokens: EngineOutput) -> bool:
         if sink is None or not sink.open():
             return False
         for piece in reader.read(tokens):
             if piece.finish_reason is not None:
-                raise _Ended(piece)
+                ended.append(piece)  # the last one ends the stream, and takes the long way
+                return False
             sink.write(piece)
         return True
 
-    try:
-        async with aclosing(source.generate(generation, take=take)) as stream:
-            async for tokens in stream:
-                for piece in reader.read(tokens):
-                    yield piece
-                    if piece.finish_reason is not None:
-                        return
-    except _Ended as ended:
-        yield ended.last
+    async with aclosing(source.generate(generation, at_once=at_once)) as stream:
+        async for tokens in stream:
+            for piece in ended or reader.read(tokens):
+                yield piece
+                if piece.finish_reason is not None:
+                    return
 
 
 async def answer_pieces(

@@ -22,10 +22,10 @@ from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision, NoReplicaLeft
 from router.serve.core_registry import RecentDecisions
-from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, Prefilled, output_of_wire
+from serve_app.engine.protocol import AtOnce, EngineOutput, EngineRequest, FirstToken, Prefilled, output_of_wire
 from serve_app.engine.token_channel import Arrivals, TokenInbox
 from serve_app.errors import GenerationFailed, Overloaded, RateLimited
-from serve_app.generation.answer import TakeOutput, queue_full, raise_for
+from serve_app.generation.answer import queue_full, raise_for
 from serve_app.ray_compat import cancel_call
 from serve_app.tracing import CallTrace, Tracer
 
@@ -61,6 +61,11 @@ class Reservation:
                 hashes, stored = self._request.block_hashes, self._request.store_kv
                 self._core.record_delivered(self.decision, cached_tokens, ttft_s, hashes, stored=stored)
 
+    def corrected(self, cached_tokens: int) -> None:
+        """Count so many more reused tokens, which the replica learned after the first token."""
+        if self.decision is not None:
+            self._core.recount_delivered(self.decision, cached_tokens)
+
     def end(self, *, leaves: bool = False, load: LoadReport | None = None) -> None:
         """End the reservation. ``leaves``: the call is abandoned. ``load``: of a replica that sent the call back."""
         if self._ended:
@@ -76,20 +81,31 @@ class Reservation:
             self._core.rerouted(self.decision, load)
 
 
+Delivered = Callable[[EngineRequest, Decision, FirstToken, float], None]
+"""Called with the seconds from the call to the first token."""
+
+OnAbandoned = Callable[[str, str, EngineRequest | None], None]
+"""Called with the id of a replica, that of an abandoned call there, and its generation if it has no first token."""
+
+
 @dataclass(eq=False)
 class Call:
     """One call's outputs as they arrive. ``answered``: its last or an error was read; ``late``: its time was over.
 
-    ``end``: the bytes of ``response``. ``first_token`` is called with the first token's facts.
+    ``end``: the bytes of ``response``. ``delivered`` are called with the first token's facts; ``begun``: they were.
     """
 
+    generation: EngineRequest
+    reservation: Reservation
+    delivered: Sequence[Delivered]
+    trace: CallTrace | None
     arrivals: Arrivals
     response: DeploymentResponse[bytes]
     end: asyncio.Future[bytes]
-    first_token: Callable[[FirstToken], None]
-    trace: CallTrace | None
+    started_s: float
     answered: bool = False
     late: bool = False
+    begun: bool = False
 
     def cancel(self) -> None:
         """Tell the replica to end the call."""
@@ -106,12 +122,23 @@ class Call:
                 await self.arrivals.news()
                 output = self.arrivals.take()
         if output.first is not None:
-            self.first_token(output.first)
+            self._begin(output.first)
         if self.trace is not None:
             self.trace.saw(output.first, output.error or output.finish_reason)
         self.answered = bool(output.error or output.finish_reason)
         self.late = output.error == "timeout"
         return output
+
+    def _begin(self, first: FirstToken) -> None:
+        if first.correction:
+            self.reservation.corrected(first.cached_tokens)
+            return
+        self.begun = True
+        ttft_s = time.perf_counter() - self.started_s
+        self.reservation.delivered(first.cached_tokens, ttft_s)
+        if self.reservation.decision is not None:
+            for observe in self.delivered:
+                observe(self.generation, self.reservation.decision, first, ttft_s)
 
     async def _last(self) -> EngineOutput | None:
         """Return the call's result after all outputs sent before it; None if more outputs arrived first."""
@@ -188,11 +215,67 @@ MAX_ATTEMPTS = 4
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Range of the pauses before a generation is sent again while all queues are full or no replica exists."""
 
-Delivered = Callable[[EngineRequest, Decision, FirstToken, float], None]
-"""Called with the seconds from the call to the first token."""
 
-OnAbandoned = Callable[[str, str, EngineRequest | None], None]
-"""Called with the id of a replica, that of an abandoned call there, and its generation if it has no first token."""
+@dataclass(slots=True)
+class _Progress:
+    """One generation over all its attempts: what was received, what was passed on, and where it may not go again.
+
+    ``begun``: the facts of a first token were passed on; ``logprobs``: so many of the prompt's log-probabilities were.
+    Each attempt begins with ``had`` tokens, and ``repeated`` log-probabilities of the prompt come again.
+    """
+
+    generation: EngineRequest
+    avoid: tuple[str, ...]
+    dead: tuple[str, ...] = ()
+    received: list[int] = field(default_factory=list)
+    begun: bool = False
+    logprobs: int = 0
+    had: int = 0
+    repeated: int = 0
+    losses: int = 0
+    refusals: int = 0
+    moves: int = 0
+    rerouted: int = 0
+
+    def attempt(self, block_size: int) -> EngineRequest:
+        """Begin an attempt; return what to send."""
+        generation = self.generation
+        self.had, self.repeated = len(self.received), self.logprobs
+        return structs.replace(
+            _resumed(generation, self.received, block_size) if self.received else generation,
+            request_id=f"{generation.request_id}.{self.losses + self.refusals + self.moves + self.rerouted}",
+            avoid=self.avoid, dead=self.dead, rerouted=self.rerouted,
+        )  # fmt: skip
+
+    def passed_on(self, output: EngineOutput) -> EngineOutput:
+        """Count an output, and leave out what an earlier attempt has passed on."""
+        self.received.extend(output.token_ids)
+        if self.begun and not (output.first is not None and output.first.correction and not self.had):
+            output.first = None
+        self.begun = self.begun or output.first is not None
+        new = output.prompt_logprobs[self.repeated :]
+        self.repeated = max(0, self.repeated - len(output.prompt_logprobs))
+        self.logprobs += len(new)
+        output.prompt_logprobs = new
+        return output
+
+    def lost(self, replica_id: str, error: ReplicaLost) -> EngineOutput | None:
+        """Count a lost call; return the last output if the answer was complete before, None if it is to go on."""
+        generation, received = self.generation, self.received
+        logger.warning("replica %s lost request %s: %s", replica_id or "?", generation.request_id, error)
+        if replica_id:
+            self.avoid = (*self.avoid, replica_id)
+            if not isinstance(error, ReplicaLeaves):
+                self.dead = (*self.dead, replica_id)
+        if received and received[-1] in generation.sampling.shown_stop_token_ids:
+            return EngineOutput(generation.request_id, finish_reason="stop")
+        if len(received) >= generation.sampling.max_tokens and (self.begun or generation.reads_kv):
+            return EngineOutput(generation.request_id, finish_reason="length")
+        if isinstance(error, ReplicaLeaves) and len(received) > self.had:
+            self.moves += 1
+        else:
+            self.losses += 1
+        return None
 
 
 @dataclass(eq=False)
@@ -221,11 +304,11 @@ class Dispatcher:
         self.handle = self.handle.options(method_name="generate")
 
     async def generate(
-        self, generation: EngineRequest, avoid: tuple[str, ...] = (), *, take: TakeOutput | None = None
+        self, generation: EngineRequest, avoid: tuple[str, ...] = (), *, at_once: AtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the request's outputs as they arrive. ``avoid``: replicas to use only if no other can take it.
 
-        Outputs that ``take`` takes are not yielded; its errors are raised here.
+        Outputs that ``at_once`` takes are not yielded; its errors are raised here.
 
         After a replica's death another one gets the prompt and the tokens so far: a token depends only on (seed,
         position), so the stream continues. Full queues are tried again until the deadline, and so is a deployment
@@ -233,103 +316,69 @@ class Dispatcher:
         One with more load than the router knew returns the generation with its load. Raises a ``WarmpathError`` if the
         generation is impossible.
         """
-        received: list[int] = []
-        dead: tuple[str, ...] = ()
-        begun = False
-        told = 0  # tokens of the prompt with reported log-probabilities
-        losses = refusals = moves = rerouted = 0
+        progress = _Progress(generation, avoid)
 
         # The short way of a token: it is written to the client inside the callback that received it. Waking this
         # generator and those around it for each token costs more than all else about it. What begins or ends the
         # stream, or changes where it goes, needs the state below and takes the long way.
-        def at_once(output: EngineOutput) -> bool:
-            if take is None or output.first is not None or output.finish_reason is not None or output.prompt_logprobs:
+        def short_way(output: EngineOutput) -> bool:
+            if output.first is not None or output.finish_reason is not None or output.prompt_logprobs:
                 return False
-            taken = take(output)
-            if taken:
-                received.extend(output.token_ids)
-            return taken
+            if at_once is None or not at_once(output):
+                return False
+            progress.received.extend(output.token_ids)
+            return True
 
-        while losses < MAX_ATTEMPTS:
-            attempt = structs.replace(
-                _resumed(generation, received, self.block_size) if received else generation,
-                request_id=f"{generation.request_id}.{losses + refusals + moves + rerouted}",
-                avoid=avoid, dead=dead, rerouted=rerouted,
-            )  # fmt: skip
+        while progress.losses < MAX_ATTEMPTS:
+            attempt = progress.attempt(self.block_size)
             reservation = Reservation(self.core, self.decisions, attempt)
-            had, again = len(received), told
             try:
-                async with self._call(attempt, reservation, at_once) as call:
+                async with self._call(attempt, reservation, short_way) as call:
                     while True:
                         output = await call.output()
-                        if output.error == "unavailable":
-                            raise ReplicaLeaves(output.message)
-                        if output.error == "other_model":
-                            raise ModelReplaced(REPLACED, code="model_starting", retry_after_s=1.0)
                         if output.load is not None:
                             reservation.end(load=output.load)
-                            rerouted += 1
+                            progress.rerouted += 1
                             break
-                        raise_for(output, generation.grammar_field)
-                        received.extend(output.token_ids)
-                        # What an earlier attempt has told is told once.
-                        if begun and not (output.first is not None and output.first.correction and not had):
-                            output.first = None
-                        begun = begun or output.first is not None
-                        news = output.prompt_logprobs[again:]
-                        again, told = max(0, again - len(output.prompt_logprobs)), told + len(news)
-                        output.prompt_logprobs = news
-                        yield output
+                        if output.error:
+                            _raise_for(output, generation.grammar_field)
+                        yield progress.passed_on(output)
                         if output.finish_reason is not None:
                             return
             except (RateLimited, Overloaded) as error:
-                # The request was admitted, and its other choices may be running: this one waits for a replica. If
-                # there is none, a client without any tokens gets the error; a client with some could not ask for the
-                # rest.
-                if isinstance(error, Overloaded):
-                    replaced = isinstance(error, ModelReplaced)
-                    if (replaced or not received) and not (self.starting and await self.starting()):
-                        raise
-                    if replaced and reservation.replica_id not in avoid:
-                        avoid = (*avoid, reservation.replica_id)
-                pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(refusals, 10))
-                if time.perf_counter() + pause_s >= generation.deadline_s:
-                    raise
-                refusals += 1
-                await asyncio.sleep(pause_s)
-                self.core.counters.wait_s.observe(pause_s)
+                await self._wait(progress, error, reservation.replica_id)
             except ReplicaLost as error:
-                lost = reservation.replica_id
-                logger.warning("replica %s lost request %s: %s", lost or "?", generation.request_id, error)
-                if lost:
-                    avoid = (*avoid, lost)
-                    if not isinstance(error, ReplicaLeaves):
-                        dead = (*dead, lost)
-                if received and received[-1] in generation.sampling.shown_stop_token_ids:
-                    yield EngineOutput(generation.request_id, finish_reason="stop")
+                last = progress.lost(reservation.replica_id, error)
+                if last is not None:
+                    yield last
                     return
-                if len(received) >= generation.sampling.max_tokens and (begun or generation.reads_kv):
-                    yield EngineOutput(generation.request_id, finish_reason="length")
-                    return
-                if isinstance(error, ReplicaLeaves) and len(received) > had:
-                    moves += 1
-                else:
-                    losses += 1
-                if losses < MAX_ATTEMPTS:
-                    self.count_retry(bool(received))
+                if progress.losses < MAX_ATTEMPTS:
+                    self.count_retry(bool(progress.received))
         raise Overloaded(
             "Every replica that was given this request went away; send it again.",
             code="replicas_lost",
             retry_after_s=2.0,
         )
 
+    async def _wait(self, progress: _Progress, error: RateLimited | Overloaded, replica_id: str) -> None:
+        """Wait before a refused generation is sent again. Raises the refusal if it must not be."""
+        # The request was admitted, and its other choices may be running: this one waits for a replica. If there is
+        # none, a client without any tokens gets the error; a client with some could not ask for the rest.
+        if isinstance(error, Overloaded):
+            replaced = isinstance(error, ModelReplaced)
+            if (replaced or not progress.received) and not (self.starting and await self.starting()):
+                raise error
+            if replaced and replica_id not in progress.avoid:
+                progress.avoid = (*progress.avoid, replica_id)
+        pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(progress.refusals, 10))
+        if time.perf_counter() + pause_s >= progress.generation.deadline_s:
+            raise error
+        progress.refusals += 1
+        await asyncio.sleep(pause_s)
+        self.core.counters.wait_s.observe(pause_s)
+
     @asynccontextmanager
-    async def _call(
-        self,
-        generation: EngineRequest,
-        reservation: Reservation,
-        at_once: Callable[[EngineOutput], bool],
-    ) -> AsyncIterator[Call]:
+    async def _call(self, generation: EngineRequest, reservation: Reservation, at_once: AtOnce) -> AsyncIterator[Call]:
         """One call to one replica; ends its reservation at the first token, or when the call ends."""
         started_s = time.perf_counter()
         trace: CallTrace | None = None
@@ -342,22 +391,6 @@ class Dispatcher:
             timeout_s=generation.deadline_s - started_s,
             traceparent="" if trace is None else trace.traceparent,
         )
-
-        unanswered = None if generation.resumed_tokens else generation
-
-        def first_token(first: FirstToken) -> None:
-            nonlocal unanswered
-            if first.correction:
-                if reservation.decision is not None:
-                    self.core.recount_delivered(reservation.decision, first.cached_tokens)
-                return
-            unanswered = None
-            ttft_s = time.perf_counter() - started_s
-            reservation.delivered(first.cached_tokens, ttft_s)
-            if reservation.decision is not None:
-                for tell in self.delivered:
-                    tell(generation, reservation.decision, first, ttft_s)
-
         call: Call | None = None
         with self.inbox.arrivals(request.request_id) as arrivals:
             arrivals.at_once = at_once
@@ -365,24 +398,12 @@ class Dispatcher:
                 response = self.handle.remote(request)
                 end = asyncio.ensure_future(response)
                 self._ends.add(end)
-                end.add_done_callback(self._heard)
+                end.add_done_callback(self._ended)
                 end.add_done_callback(lambda _: arrivals.wake())
-                call = Call(arrivals, response, end, first_token, trace)
+                call = Call(generation, reservation, self.delivered, trace, arrivals, response, end, started_s)
                 yield call
-            except BackPressureError as error:
-                raise queue_full(1.0) from error
-            except DeploymentUnavailableError as error:
-                raise Overloaded("The deployment is not available now.", retry_after_s=5.0) from error
-            except NoReplicaLeft as error:
-                raise Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0) from error
-            except RayActorError as error:
-                raise ReplicaLost(type(error).__name__) from error
-            except RayTaskError as error:
-                logger.exception("replica call failed for request %s", generation.request_id)
-                raise GenerationFailed("The replica failed while generating this answer.") from error
-            except (RayError, grpc.RpcError) as error:
-                # Ray lost the call, not the replica's code: another replica can continue from the received tokens.
-                raise ReplicaLost(type(error).__name__) from error
+            except (BackPressureError, DeploymentUnavailableError, NoReplicaLeft, RayError, grpc.RpcError) as error:
+                raise _meaning_of(error, generation.request_id) from error
             finally:
                 if ended := call is not None and call.answered:
                     reservation.end()
@@ -390,26 +411,56 @@ class Dispatcher:
                     if call is not None:
                         call.cancel()
                     reservation.end(leaves=True)
+                begun = generation.resumed_tokens or (call is not None and call.begun)
+                unanswered = None if begun else generation
                 late = call is not None and call.late and unanswered is not None
                 if self.left is not None and reservation.replica_id and (late or not ended):
                     self.left(reservation.replica_id, request.request_id, unanswered)
                 if trace is not None:
                     trace.end(reservation.decision)
 
-    def _heard(self, end: asyncio.Future[bytes]) -> None:
+    def _ended(self, end: asyncio.Future[bytes]) -> None:
         self._ends.discard(end)
         if not end.cancelled():
             end.exception()  # marks it as retrieved, so that an abandoned call's error is not logged
 
 
+def _raise_for(output: EngineOutput, grammar_field: str) -> None:
+    """Raise what an output with an error means: another replica may go on, or the client's error."""
+    if output.error == "unavailable":
+        raise ReplicaLeaves(output.message)
+    if output.error == "other_model":
+        raise ModelReplaced(REPLACED, code="model_starting", retry_after_s=1.0)
+    raise_for(output, grammar_field)
+
+
+def _meaning_of(error: Exception, request_id: str) -> Exception:
+    """Return what an error of Ray means for a call: the client's error, or that another replica may go on."""
+    match error:
+        case BackPressureError():
+            return queue_full(1.0)
+        case DeploymentUnavailableError():
+            return Overloaded("The deployment is not available now.", retry_after_s=5.0)
+        case NoReplicaLeft():
+            return Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0)
+        case RayTaskError() if not isinstance(error, RayActorError):
+            logger.exception("replica call failed for request %s", request_id)
+            return GenerationFailed("The replica failed while generating this answer.")
+        case _:
+            # Ray lost the call, not the replica's code: another replica can continue from the received tokens.
+            return ReplicaLost(type(error).__name__)
+
+
 def _resumed(generation: EngineRequest, received: list[int], block_size: int) -> EngineRequest:
     """Return the generation with the received tokens moved into the prompt, and counted as the answer's."""
-    token_ids = np.concatenate([generation.token_ids, np.asarray(received, dtype=np.int32)])
+    new_ids = np.asarray(received, dtype=np.int32)
+    token_ids, identity = (np.concatenate([ids, new_ids]) for ids in (generation.token_ids, generation.identity))
     public_blocks = generation.scope.public_blocks
-    hashes = extend_chain(generation.root, public_blocks, token_ids, block_size, generation.block_hashes)
+    hashes = extend_chain(generation.root, public_blocks, identity, block_size, generation.block_hashes)
     left = generation.sampling.max_tokens - len(received)
     sampling = replace(generation.sampling, max_tokens=left, prompt_logprobs=None)  # the prompt's are told already
     return structs.replace(
-        generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling, resumed_tokens=len(received),
+        generation, token_ids=token_ids, hashed_ids=identity if generation.hashed_ids is not None else None,
+        block_hashes=hashes, sampling=sampling, resumed_tokens=len(received),
         order=min(generation.order, 0),  # its client is reading already: it waits no longer than the default order
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Read a model's answers, with the reasoning and the tool calls in their text."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace as with_fields
 from typing import TYPE_CHECKING, TypeVar
 
@@ -141,50 +141,22 @@ class AnswerReaders:
 
     def of(self, request: GenerateRequest) -> Callable[[int, EngineRequest], ChoiceReader]:
         """Return a function that makes the reader of each choice of a request."""
-        use, chat = request.tool_use, isinstance(request, ChatRequest)
-        written, tags = self._format_of(use), self._tags if chat else None
-        they_call = self._they_call and bool(use) and use.may_call and not use.must_call
-        shown = frozenset().union(written.shown if written else (), tags[:2] if tags else ())
-        theirs = self._theirs if chat and (self._they_think or they_call) else None
-        if theirs is not None and theirs.shows_special:
-            shown = self._tokenizer.special_tokens
-        if self._harmony is not None and chat:
-            shown = MARKS
-
-        def calls(generation: EngineRequest) -> SplitPiece | None:
-            split: SplitPiece | None = None
-            if written is not None:
-                make_id, parallel, forced = ids_of(written, request), use.parallel, use.must_call
-                split = CallReader(written.reading, make_id, use.schemas, parallel=parallel, forced=forced)
-            if theirs is not None and isinstance(request, ChatRequest):
-                push = self._push_of(request, generation, use.tools if they_call else ())
-                split = VllmReader(push, parallel=use.parallel, rest=split)
-            if self._harmony is not None and isinstance(request, ChatRequest):
-                split = HarmonyReader(
-                    self._harmony,
-                    use.schemas if use.may_call and not use.must_call else {},
-                    lambda name: call_id(name, 0),
-                    continued=self._ends_of(request, generation)[1],
-                    parallel=use.parallel,
-                    rest=split,
-                )
-            if split is not None and use.allowed and not use.must_call:
-                split = AllowedCalls(split, use.allowed)
-            return split
+        chat = request if isinstance(request, ChatRequest) else None
+        tags, visible = self._tags if chat is not None else None, self._visible(request)
 
         def reader(index: int, generation: EngineRequest) -> ChoiceReader:
-            decoder, include_stop = self._tokenizer.decoder(shown), request.include_stop_str_in_output
-            split = calls(generation)
+            decoder = self._tokenizer.decoder(visible)
+            split = self._calls(request, generation)
             gate: Gate | None = None
-            if tags is not None and isinstance(request, ChatRequest):
-                opened = tags.opened_by(*self._ends_of(request, generation))
-                inside = calls(generation) if split is not None and not use.must_call else None
+            if tags is not None and chat is not None:
+                opened = tags.opened_by(*self._ends_of(chat, generation))
+                inside = self._calls(chat, generation) if split is not None and not chat.tool_use.must_call else None
                 split = thought = ReasoningReader(tags, opened=opened, rest=split, inside=inside)
                 gate = ContentGate(tags, opened=opened, reader=thought)
-            elif self._they_think and isinstance(request, ChatRequest) and request.stop:
-                gate = VllmGate(self._push_of(request, generation, ()))
-            elif self._harmony is not None and isinstance(request, ChatRequest) and request.stop:
-                gate = HarmonyGate(self._harmony, self._ends_of(request, generation)[1])
+            elif self._they_think and chat is not None and chat.stop:
+                gate = VllmGate(self._push_of(chat, generation, ()))
+            elif self._harmony is not None and chat is not None and chat.stop:
+                gate = HarmonyGate(self._harmony, self._ends_of(chat, generation)[1])
             prompt = self._prompt_tokens(request, generation) if request.told_prompt is not None else None
             return ChoiceReader(
                 index,
@@ -192,7 +164,7 @@ class AnswerReaders:
                 decoder,
                 request.stop,
                 split,
-                include_stop=include_stop,
+                include_stop=request.include_stop_str_in_output,
                 prompt=prompt,
                 by_id=request.return_tokens_as_token_ids,
                 gate=None if self._stop_in_reasoning else gate,
@@ -200,6 +172,44 @@ class AnswerReaders:
             )
 
         return reader
+
+    def _visible(self, request: GenerateRequest) -> Collection[str]:
+        """Return the special tokens that the readers of an answer need in its text."""
+        written, chat = self._format_of(request.tool_use), isinstance(request, ChatRequest)
+        if self._harmony is not None and chat:
+            return MARKS
+        theirs = self._theirs if chat and (self._they_think or self._they_read_calls(request.tool_use)) else None
+        if theirs is not None and theirs.shows_special:
+            return self._tokenizer.special_tokens
+        return (*(written.shown if written else ()), *(self._tags[:2] if self._tags and chat else ()))
+
+    def _they_read_calls(self, use: ToolUse) -> bool:
+        return self._they_call and bool(use.tools) and use.may_call and not use.must_call
+
+    def _calls(self, request: GenerateRequest, generation: EngineRequest) -> SplitPiece | None:
+        """Return the reader of the calls in an answer, and of the reasoning that a parser of both reads."""
+        use, written = request.tool_use, self._format_of(request.tool_use)
+        split: SplitPiece | None = None
+        if written is not None:
+            make_id, parallel, forced = ids_of(written, request), use.parallel, use.must_call
+            split = CallReader(written.reading, make_id, use.schemas, parallel=parallel, forced=forced)
+        if self._theirs is not None and isinstance(request, ChatRequest):
+            they_call = self._they_read_calls(use)
+            if self._they_think or they_call:
+                push = self._push_of(request, generation, use.tools if they_call else ())
+                split = VllmReader(push, parallel=use.parallel, rest=split)
+        if self._harmony is not None and isinstance(request, ChatRequest):
+            split = HarmonyReader(
+                self._harmony,
+                use.schemas if use.may_call and not use.must_call else {},
+                lambda name: call_id(name, 0),
+                continued=self._ends_of(request, generation)[1],
+                parallel=use.parallel,
+                rest=split,
+            )
+        if split is not None and use.allowed and not use.must_call:
+            split = AllowedCalls(split, use.allowed)
+        return split
 
     def _push_of(self, request: ChatRequest, generation: EngineRequest, tools: Sequence[Tool]) -> "Push":
         """Return the function of vLLM's parser that reads an answer. ``tools``: none if calls are not read."""
@@ -224,7 +234,7 @@ class AnswerReaders:
         return self._tokenizer.text_of(generation.token_ids[-PROMPT_END_TOKENS:].tolist()), continued
 
     def _format_of(self, use: ToolUse) -> ToolFormat | None:
-        if not use or not use.may_call:
+        if not use.tools or not use.may_call:
             return None
         if use.must_call:
             return ToolFormat(json_list, make_id=self._format.make_id) if self._format else ToolFormat(json_list)

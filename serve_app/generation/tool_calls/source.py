@@ -180,14 +180,12 @@ def json_call(source: Source, make_id: MakeId, names: Collection[str] | None = N
             return False
         if name is not None and arguments and not begun:
             begun = True
-            yield CallBegun(make_id(name), name)
-            yield CallArguments(arguments)
+            yield from (CallBegun(make_id(name), name), CallArguments(arguments))
         after = yield from source.spaces()
         if after == "}" and name is not None:
             source.take(1)
             if not begun:
-                yield CallBegun(make_id(name), name)
-                yield CallArguments("{}")
+                yield from (CallBegun(make_id(name), name), CallArguments("{}"))
             return True
         if after != ",":
             break

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from serve_app.api.format import ToldToken
-from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, SamplingParams, TokenLogprob, TokenRules
+from serve_app.engine.protocol import (
+    AtOnce,
+    EngineOutput,
+    EngineRequest,
+    FirstToken,
+    SamplingParams,
+    TokenLogprob,
+    TokenRules,
+)
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.queue import LoopTurns, WaitingLine
 from serve_app.fairness.shares import Budget, Shares
@@ -24,7 +32,6 @@ from serve_app.generation.answer import (
     Piece,
     PieceSink,
     PromptTokens,
-    TakeOutput,
     answer_pieces,
     choice_pieces,
 )
@@ -54,7 +61,7 @@ class Source:
         self.running = self.most = self.ended = 0
 
     async def generate(
-        self, generation: EngineRequest, *, take: TakeOutput | None = None
+        self, generation: EngineRequest, *, at_once: AtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         self.running += 1
         self.most = max(self.most, self.running)
@@ -190,11 +197,11 @@ def test_pieces_that_are_taken_at_once_are_the_same(
 
     class Told:
         async def generate(
-            self, generation: EngineRequest, *, take: TakeOutput | None = None
+            self, generation: EngineRequest, *, at_once: AtOnce | None = None
         ) -> AsyncGenerator[EngineOutput, None]:
             for number, chunk in enumerate(chunks, 1):
                 tokens = output(chunk, None, "length" if number == len(chunks) else None)
-                if take is None or tokens.finish_reason is not None or not take(tokens):
+                if at_once is None or tokens.finish_reason is not None or not at_once(tokens):
                     yield tokens
 
     async def pieces(sink: PieceSink | None, seen: list[Piece]) -> list[Piece]:

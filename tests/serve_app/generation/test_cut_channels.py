@@ -127,7 +127,7 @@ async def test_a_cut_channel_loses_no_answer(monkeypatch: pytest.MonkeyPatch) ->
                     return True
 
                 asked = structs.replace(generation(TOKENS), request_id=f"r{number}-{answers}")
-                async for tokens in handle.dispatcher.generate(asked, take=take):
+                async for tokens in handle.dispatcher.generate(asked, at_once=take):
                     take(tokens)
                 assert ids(got) == whole(TOKENS)
                 assert got[-1].finish_reason == "length"

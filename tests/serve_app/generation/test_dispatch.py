@@ -94,7 +94,7 @@ def test_tokens_that_are_taken_at_once_belong_to_the_answer(received: int, taken
         return took
 
     async def collect() -> None:
-        async for tokens in handle.dispatcher.generate(generation(10), take=take):
+        async for tokens in handle.dispatcher.generate(generation(10), at_once=take):
             got.append(tokens)
 
     asyncio.run(collect())
@@ -111,7 +111,7 @@ def test_an_error_while_taking_is_raised() -> None:
         raise GenerationFailed("broken")
 
     async def collect() -> None:
-        async for _ in handle.dispatcher.generate(generation(), take=take):
+        async for _ in handle.dispatcher.generate(generation(), at_once=take):
             pass
 
     with pytest.raises(GenerationFailed, match="broken"):

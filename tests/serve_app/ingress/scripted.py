@@ -27,11 +27,10 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.protocol import EngineOutput, EngineRequest, FinishReason, FirstToken, SamplingParams
+from serve_app.engine.protocol import AtOnce, EngineOutput, EngineRequest, FinishReason, FirstToken, SamplingParams
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.generation.answer import TakeOutput
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.batches import BatchDesk, ModelGate
@@ -87,7 +86,7 @@ GENERATION = EngineRequest(
 class Script:
     """A source of tokens that generates ``text``, ``step`` tokens at a time; ``asked``: the generations requested.
 
-    ``offers``: whether tokens in the middle are offered to ``take``; ``taken``: the number accepted. ``ends``: an
+    ``offers``: whether tokens in the middle are offered to ``at_once``; ``taken``: the number accepted. ``ends``: an
     answer waits for one release by ``end``, and if it ``holds``, for one more before its end; None: no waiting.
     ``door``: that of the ingress. ``end_token``: ends the text, None: nobody sees it; like an engine's it is sent only
     if it is to be shown.
@@ -118,7 +117,7 @@ class Script:
             self.door._others_s = -inf  # a batch has not to wait for the requests of the test before
 
     async def generate(
-        self, generation: EngineRequest, *, take: TakeOutput | None = None
+        self, generation: EngineRequest, *, at_once: AtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         self.asked.append(generation)
         if self.ends is not None:
@@ -134,7 +133,7 @@ class Script:
                 if last and self.holds and self.ends is not None:
                     await self.ends.acquire()
                 tokens = output(tuple(ids[at : at + self.step]), first, self.reason if last else None)
-                if self.offers and take is not None and at and not last and take(tokens):
+                if self.offers and at_once is not None and at and not last and at_once(tokens):
                     self.taken += 1
                 else:
                     yield tokens

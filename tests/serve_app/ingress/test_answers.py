@@ -20,13 +20,13 @@ from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.openai.response import CHAT, COMPLETION
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, SamplingParams
+from serve_app.engine.protocol import AtOnce, EngineOutput, EngineRequest, FirstToken, SamplingParams
 from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.queue import FairWorkers, WaitingLine
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Budget, Shares
-from serve_app.generation.answer import Piece, PieceSink, TakeOutput
+from serve_app.generation.answer import Piece, PieceSink
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed
 from serve_app.ingress.client_headers import ClientHeaders
@@ -215,7 +215,7 @@ class Bench:
         self.body = json.dumps(wanted).ljust(1000).encode()
 
     async def generate(
-        self, generation: EngineRequest, *, take: TakeOutput | None = None
+        self, generation: EngineRequest, *, at_once: AtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         if self.fails:
             raise Overloaded("There is no replica now.")
