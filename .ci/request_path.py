@@ -103,8 +103,9 @@ def main() -> None:
         paths = os.pathsep.join(filter(None, (made, os.environ.get("PYTHONPATH"))))
         with instance({"PYTHONPATH": paths, FOLDER: made}) as url:
 
+            body = {**CHAT, "model": httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]}
+
             def chat() -> None:
-                body = {**CHAT, "model": httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]}
                 with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as answer:
                     assert answer.read().rstrip().endswith(b"[DONE]"), answer.text
 

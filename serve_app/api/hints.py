@@ -49,6 +49,8 @@ class Hints:
         )
 
 
+NO_HINTS = Hints()
+
 _CONTEXT = {"session_id", "parent_session_id", "session_final"}
 
 

@@ -327,7 +327,7 @@ class CacheRoom:
 OutputSink = Callable[[Sequence[EngineOutput]], None]
 """Called from the engine's thread once per step, with all of the step's outputs for one submitter."""
 
-AtOnce = Callable[[EngineOutput], bool]
+TakeAtOnce = Callable[[EngineOutput], bool]
 """Takes an output inside the callback that received it; False: not now, it goes to the reader who waits for it."""
 
 EventSink = Callable[[Sequence[Event]], None]

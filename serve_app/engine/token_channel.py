@@ -15,7 +15,7 @@ import msgspec
 import zmq
 from msgspec import structs
 
-from serve_app.engine.protocol import AtOnce, EngineOutput, ReplyTo, outputs_of_wire, to_wire
+from serve_app.engine.protocol import EngineOutput, ReplyTo, TakeAtOnce, outputs_of_wire, to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Arrivals:
     def __init__(self) -> None:
         self._outputs: deque[EngineOutput] = deque()
         self._news: asyncio.Future[None] | None = None
-        self.at_once: AtOnce | None = None
+        self.at_once: TakeAtOnce | None = None
         self.received = 0
 
     def add(self, output: EngineOutput) -> None:
@@ -165,7 +165,7 @@ class Arrivals:
             first, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=told, finish_reason=last.finish_reason
         )
 
-    def wake(self) -> None:
+    def wake(self, _: object = None) -> None:
         """End ``news``."""
         if self._news is not None and not self._news.done():
             self._news.set_result(None)

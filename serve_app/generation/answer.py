@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -20,7 +21,7 @@ from serve_app.api.format import (
     ToldToken,
 )
 from serve_app.api.request import GenerateRequest
-from serve_app.engine.protocol import AtOnce, EngineOutput, EngineRequest, FirstToken, TokenLogprob
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, TakeAtOnce, TokenLogprob
 from serve_app.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -37,7 +38,7 @@ class TokenSource(Protocol):
     """Source of generated tokens."""
 
     def generate(
-        self, generation: EngineRequest, *, at_once: AtOnce | None = None
+        self, generation: EngineRequest, *, at_once: TakeAtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield a request's outputs as they arrive, except those in the middle that ``at_once`` takes.
 
@@ -249,7 +250,7 @@ class ChoiceReader:
         self._index = index
         self._before = generation.echo
         self._decoder = decoder
-        self._checker = StopChecker(stop, include=include_stop)
+        self._checker = StopChecker(stop, include=include_stop) if stop else None
         self._split = split
         self._min_tokens = sampling.rules.min_tokens if sampling.rules is not None else 0
         # Stop strings are searched token by token: the number of tokens per chunk depends on timing, but usage must
@@ -283,8 +284,11 @@ class ChoiceReader:
             if tokens.finish_reason not in ("stop", "length"):
                 raise GenerationFailed("The generation was broken off; send the request again.")
             reason = tokens.finish_reason
-            rest, stopped = self._checked(self._decoder.flush(), (), ended=True)
-            text += rest if stopped else rest + self._checker.flush()
+            rest = self._decoder.flush()
+            if self._checker is not None:
+                rest, stopped = self._checked(self._checker, rest, (), ended=True)
+                rest += "" if stopped else self._checker.flush()
+            text += rest
         if stopped:
             reason = "stop"
         self._shown_chars += len(text)
@@ -303,7 +307,8 @@ class ChoiceReader:
             told, prompt, self._prompt = [*self._prompt.echo, *told], self._prompt.ranked, None
         piece = Piece(
             self._index, text, taken, tokens.first, reason,
-            logprobs=tuple(told), stop_sequence=self._checker.found, token_ids=tokens.token_ids[:taken], prompt=prompt,
+            logprobs=tuple(told), stop_sequence=self._checker.found if self._checker is not None else "",
+            token_ids=tokens.token_ids[:taken], prompt=prompt,
         )  # fmt: skip
         if self._split is None:
             pieces = [piece]
@@ -336,20 +341,23 @@ class ChoiceReader:
             self._read += 1
             decoded = self._decoder.push((token_id,))
             self._decoded_chars += len(decoded)
-            text, stopped = self._checked(decoded, (token_id,), early=self._read <= self._min_tokens)
+            if self._checker is None:
+                shown += decoded
+                continue
+            text, stopped = self._checked(self._checker, decoded, (token_id,), early=self._read <= self._min_tokens)
             shown += text
             if stopped:
                 return shown, taken, True
         return shown, len(tokens.token_ids), False
 
     def _checked(
-        self, text: str, token_ids: Sequence[int], *, early: bool = False, ended: bool = False
+        self, checker: StopChecker, text: str, token_ids: Sequence[int], *, early: bool = False, ended: bool = False
     ) -> tuple[str, bool]:
         """Return (text that is safe to show, whether a stop string was found)."""
         if self._gate is None:
-            return self._checker.push(text, early=early)
+            return checker.push(text, early=early)
         before, content = self._gate(text, token_ids, ended=ended)
-        shown, stopped = self._checker.push(content, early=early)
+        shown, stopped = checker.push(content, early=early)
         return before + shown, stopped
 
     def _told_token(self, token_id: int, logprob: TokenLogprob) -> ToldToken:
@@ -358,12 +366,20 @@ class ChoiceReader:
         return ToldToken(ShownToken(raw(token_id), logprob.logprob), top, self._decoded_chars)
 
 
+def _closed() -> bool:
+    return False
+
+
+def _dropped(_: Piece) -> None:
+    """Write nothing: the sink is never open."""
+
+
+@dataclass(slots=True)
 class PieceSink:
     """Accepts pieces of a single-choice answer directly, bypassing its generator, while ``open`` returns True."""
 
-    def __init__(self) -> None:
-        self.open: Callable[[], bool] = lambda: False
-        self.write: Callable[[Piece], None] = lambda _: None
+    open: Callable[[], bool] = _closed
+    write: Callable[[Piece], None] = _dropped
 
 
 async def choice_pieces(
@@ -402,17 +418,18 @@ async def answer_pieces(
 
     Each begins at its tenant's turn. Pieces of a single choice may go to ``sink`` instead.
     """
-    streams = (
-        choice_pieces(generation, source, make_reader(index, generation), sink if len(generations) == 1 else None)
-        for index, generation in enumerate(generations)
-    )
     try:
         if len(generations) == 1:
             await turns.turn(place.tenant)
-            async with aclosing(next(streams)) as stream:
+            (generation,) = generations
+            async with aclosing(choice_pieces(generation, source, make_reader(0, generation), sink)) as stream:
                 async for piece in stream:
                     yield piece
             return
+        streams = (
+            choice_pieces(generation, source, make_reader(index, generation))
+            for index, generation in enumerate(generations)
+        )
         ready: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
         async def pump() -> None:

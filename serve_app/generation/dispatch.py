@@ -22,7 +22,7 @@ from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision, NoReplicaLeft
 from router.serve.core_registry import RecentDecisions
-from serve_app.engine.protocol import AtOnce, EngineOutput, EngineRequest, FirstToken, Prefilled, output_of_wire
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, Prefilled, TakeAtOnce, output_of_wire
 from serve_app.engine.token_channel import Arrivals, TokenInbox
 from serve_app.errors import GenerationFailed, Overloaded, RateLimited
 from serve_app.generation.answer import queue_full, raise_for
@@ -38,15 +38,15 @@ TELL_AFTER_S = 0.5
 """Abandoned calls within this time are reported together."""
 
 
+@dataclass(slots=True, eq=False)
 class Reservation:
     """The router's reservation for a call, until its first token or its end. ``decision``: the router's, once ended."""
 
-    def __init__(self, core: RoutingCore, decisions: RecentDecisions, request: EngineRequest) -> None:
-        self._core = core
-        self._decisions = decisions
-        self._request = request
-        self._ended = False
-        self.decision: Decision | None = None
+    _core: RoutingCore
+    _decisions: RecentDecisions
+    _request: EngineRequest
+    _ended: bool = False
+    decision: Decision | None = None
 
     @property
     def replica_id(self) -> str:
@@ -304,7 +304,7 @@ class Dispatcher:
         self.handle = self.handle.options(method_name="generate")
 
     async def generate(
-        self, generation: EngineRequest, avoid: tuple[str, ...] = (), *, at_once: AtOnce | None = None
+        self, generation: EngineRequest, avoid: tuple[str, ...] = (), *, at_once: TakeAtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the request's outputs as they arrive. ``avoid``: replicas to use only if no other can take it.
 
@@ -378,7 +378,9 @@ class Dispatcher:
         self.core.counters.wait_s.observe(pause_s)
 
     @asynccontextmanager
-    async def _call(self, generation: EngineRequest, reservation: Reservation, at_once: AtOnce) -> AsyncIterator[Call]:
+    async def _call(
+        self, generation: EngineRequest, reservation: Reservation, at_once: TakeAtOnce
+    ) -> AsyncIterator[Call]:
         """One call to one replica; ends its reservation at the first token, or when the call ends."""
         started_s = time.perf_counter()
         trace: CallTrace | None = None
@@ -399,7 +401,7 @@ class Dispatcher:
                 end = asyncio.ensure_future(response)
                 self._ends.add(end)
                 end.add_done_callback(self._ended)
-                end.add_done_callback(lambda _: arrivals.wake())
+                end.add_done_callback(arrivals.wake)
                 call = Call(generation, reservation, self.delivered, trace, arrivals, response, end, started_s)
                 yield call
             except (BackPressureError, DeploymentUnavailableError, NoReplicaLeft, RayError, grpc.RpcError) as error:

@@ -91,9 +91,7 @@ def sampling_of(
 
 
 def hidden_ends(request: GenerateRequest, stop_token_ids: Sequence[int]) -> frozenset[int]:
-    """Return those of an answer's stop tokens that it tells only by their id, without text and log-probability."""
-    if not request.return_token_ids:
-        return frozenset()
+    """Return those of the stop tokens that an answer with ids has only by their id: no text, no log-probability."""
     stops = frozenset(stop_token_ids)
     return stops.difference(_shown_ends(request, stops.difference(request.stop_token_ids)))
 

@@ -21,7 +21,7 @@ from serve_app.cache_misses.rules import REMEDIES, MissReason
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
-from serve_app.engine.protocol import AtOnce, Engine, EngineError, EngineOutput, EngineRequest
+from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest, TakeAtOnce
 from serve_app.engine.token_channel import TokenStream
 from serve_app.errors import InvalidRequest, WarmpathError
 from serve_app.fairness.queue import LoopTurns, WaitingLine
@@ -210,7 +210,7 @@ class _Batch:
         return f"{reason}: {REMEDIES[reason]}" if reason is not None else ""
 
     async def generate(
-        self, generation: EngineRequest, *, at_once: AtOnce | None = None
+        self, generation: EngineRequest, *, at_once: TakeAtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield a request's outputs as they arrive; the last has a finish reason. Raises a ``WarmpathError``."""
         loop = asyncio.get_running_loop()

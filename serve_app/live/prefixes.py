@@ -155,8 +155,11 @@ class PrefixTable:
 def _conversation_key(nodes: OrderedDict[bytes, Node], chain: bytes, start: int, blocks: int) -> bytes:
     """Return the key of a prompt's conversation: that of the earlier prompt that shares the most first blocks."""
     last = min(start + FIRST_BLOCKS, blocks) - 1
-    keys = [b"c" + hash_at(chain, index) for index in range(last, start - 1, -1)]
-    return next((key for key in keys if key in nodes), keys[0])
+    for index in range(last, start - 1, -1):
+        key = b"c" + hash_at(chain, index)
+        if key in nodes:
+            return key
+    return b"c" + hash_at(chain, last)
 
 
 def node_id(tenant: str, key: bytes) -> str:

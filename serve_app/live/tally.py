@@ -112,14 +112,15 @@ class Tally:
         }
         self._clock = clock
         self._rings: OrderedDict[str | None, dict[int, Bucket]] = OrderedDict()
-        self._looked = self._number()
+        self._looked = int(clock()) // BUCKET_S
         self._seen: dict[tuple[str, Labels], float] = {}
         self._too_much: dict[tuple[str, Labels], float] = {}
         self._seen_times: dict[tuple[Span, str], list[int]] = {}
 
     def add(self, name: str, number: float = 1.0, **labels: str) -> None:
         """Add to a counter or a gauge."""
-        self._look_at_end()
+        if int(self._clock()) // BUCKET_S != self._looked:
+            self._look()
         self.values[name, tuple(sorted(labels.items()))] += number
 
     def add_tokens(self, name: str, tokens: int, tenant: str) -> None:
@@ -175,13 +176,6 @@ class Tally:
         self._look()
         return self._rings
 
-    def _number(self) -> int:
-        return int(self._clock()) // BUCKET_S
-
-    def _look_at_end(self) -> None:
-        if self._number() != self._looked:
-            self._look()
-
     def _look(self) -> None:
         """Put what was counted since the last look into that look's bucket: a bucket's first count looks before."""
         gains: defaultdict[str, Bucket] = defaultdict(Counter)
@@ -204,7 +198,7 @@ class Tally:
             self._gain(tenant, more)
             if len(self._rings) > MAX_TENANTS:
                 self._rings.popitem(last=False)
-        self._looked = self._number()
+        self._looked = int(self._clock()) // BUCKET_S
 
     def _gain(self, name: str | None, more: Bucket) -> None:
         ring, number = self._rings.setdefault(name, {}), self._looked

@@ -85,7 +85,7 @@ class Detokenizer:
 
     def __init__(self, texts: TokenTexts, shown: Mapping[int, str] | None = None) -> None:
         self._texts = texts
-        self._shown = {token_id: text.encode() for token_id, text in (shown or {}).items()}
+        self._shown = {token_id: text.encode() for token_id, text in shown.items()} if shown else {}
         self._utf8 = utf_8.IncrementalDecoder("replace")
         self._shown_ids: list[int] = []
         self._held_ids: list[int] = []

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from serve_app.api.hints import METADATA, NVEXT, USER, Hints, user_of
+from serve_app.api.hints import METADATA, NO_HINTS, NVEXT, USER, Hints, user_of
 from serve_app.api.json_body import (
     JsonBody,
     ModelName,
@@ -38,6 +38,7 @@ from serve_app.api.openai.tools import (
     tool_use,
 )
 from serve_app.api.request import (
+    NO_TOOLS,
     CacheBreakpoint,
     ChatRequest,
     CompletionRequest,
@@ -373,10 +374,12 @@ class GenerationBody(SamplingBody):
             raise told_reference("prompt_logprobs", "prompt_logprobs")
         for name in ("response_format", "structured_outputs"):
             del fields[name]
-        fields["grammar"] = self.grammar
+        formed = self.response_format is not None or self.structured_outputs is not None
+        fields["grammar"] = self.grammar if formed else None
         fields["top_k"] = max(0, self.top_k)
-        hints = Hints.of(fields.pop("nvext"), fields.pop("metadata"))
-        fields["user"] = user_of(fields.pop("safety_identifier"), fields["user"])
+        nvext, metadata, user = fields.pop("nvext"), fields.pop("metadata"), fields.pop("safety_identifier")
+        hints = Hints.of(nvext, metadata) if nvext or metadata else NO_HINTS
+        fields["user"] = user_of(user, fields["user"]) if user or fields["user"] else ""
         fields["session"] = hints.session or self.prompt_cache_key or ""
         fields["parent"], fields["final"], fields["expected_tokens"] = hints.parent, hints.final, hints.output_tokens
         if hints.priority and "priority" not in self.model_fields_set:
@@ -459,17 +462,18 @@ class ChatBody(GenerationBody):
         newer = self.max_completion_tokens
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         in_parts: set[str] = set()
-        calls = (call for message in self.messages for call in message.get("tool_calls") or ())
-        check_arguments(
-            [
-                *(call.get("function") for call in calls if isinstance(call, dict)),
-                *(message.get("function_call") for message in self.messages),
-            ]
-        )
-        messages = tuple(for_template(message, index, in_parts) for index, message in enumerate(self.messages))
+        if any("tool_calls" in message or "function_call" in message for message in self.messages):
+            calls = (call for message in self.messages for call in message.get("tool_calls") or ())
+            check_arguments(
+                [
+                    *(call.get("function") for call in calls if isinstance(call, dict)),
+                    *(message.get("function_call") for message in self.messages),
+                ]
+            )
+        messages = tuple([for_template(message, index, in_parts) for index, message in enumerate(self.messages)])
         marks = (
             CacheBreakpoint((*messages[:at], for_template(cut, at, set())), ttl_s)  # type: ignore[arg-type]
-            for at, cut, ttl_s in (self.marks(self.messages, "messages") if take_marks(in_parts) else ())
+            for at, cut, ttl_s in (self.marks(self.messages, "messages") if in_parts and take_marks(in_parts) else ())
         )
         return ChatRequest(
             messages=messages,
@@ -482,8 +486,8 @@ class ChatBody(GenerationBody):
             return_token_ids=self.return_token_ids is True,
             logprobs=self.top_logprobs if self.logprobs else None,
             chat_template_kwargs=self.chat_template_kwargs,
-            thinking=thinking_switches(self.reasoning_effort),
-            tool_use=self._tool_use(),
+            thinking=thinking_switches(self.reasoning_effort) if self.reasoning_effort is not None else {},
+            tool_use=self._tool_use() if self.tools or self.tool_choice not in ("auto", "none") else NO_TOOLS,
             repeated={"service_tier": self.service_tier} if "service_tier" in self.model_fields_set else {},
             **self.common([*ignored, *in_parts], kept=self.kept(marks)),
         )

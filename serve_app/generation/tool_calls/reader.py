@@ -142,11 +142,14 @@ class AnswerReaders:
     def of(self, request: GenerateRequest) -> Callable[[int, EngineRequest], ChoiceReader]:
         """Return a function that makes the reader of each choice of a request."""
         chat = request if isinstance(request, ChatRequest) else None
-        tags, visible = self._tags if chat is not None else None, self._visible(request)
+        tags = self._tags if chat is not None else None
+        # Whether an answer may have more than text, besides the reasoning between ``tags``.
+        parts = bool(request.tool_use.tools) or self._theirs is not None or self._harmony is not None
+        visible = self._visible(request) if parts or tags is not None else ()
 
         def reader(index: int, generation: EngineRequest) -> ChoiceReader:
             decoder = self._tokenizer.decoder(visible)
-            split = self._calls(request, generation)
+            split = self._calls(request, generation) if parts else None
             gate: Gate | None = None
             if tags is not None and chat is not None:
                 opened = tags.opened_by(*self._ends_of(chat, generation))
@@ -158,6 +161,8 @@ class AnswerReaders:
             elif self._harmony is not None and chat is not None and chat.stop:
                 gate = HarmonyGate(self._harmony, self._ends_of(chat, generation)[1])
             prompt = self._prompt_tokens(request, generation) if request.told_prompt is not None else None
+            stops = generation.sampling.stop_token_ids
+            hidden = hidden_ends(request, stops) if request.return_token_ids else ()
             return ChoiceReader(
                 index,
                 generation,
@@ -168,7 +173,7 @@ class AnswerReaders:
                 prompt=prompt,
                 by_id=request.return_tokens_as_token_ids,
                 gate=None if self._stop_in_reasoning else gate,
-                hidden_ends=hidden_ends(request, generation.sampling.stop_token_ids),
+                hidden_ends=hidden,
             )
 
         return reader

@@ -16,11 +16,11 @@ from msgspec import structs
 
 from serve_app.api.format import ToldToken
 from serve_app.engine.protocol import (
-    AtOnce,
     EngineOutput,
     EngineRequest,
     FirstToken,
     SamplingParams,
+    TakeAtOnce,
     TokenLogprob,
     TokenRules,
 )
@@ -61,7 +61,7 @@ class Source:
         self.running = self.most = self.ended = 0
 
     async def generate(
-        self, generation: EngineRequest, *, at_once: AtOnce | None = None
+        self, generation: EngineRequest, *, at_once: TakeAtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         self.running += 1
         self.most = max(self.most, self.running)
@@ -197,7 +197,7 @@ def test_pieces_that_are_taken_at_once_are_the_same(
 
     class Told:
         async def generate(
-            self, generation: EngineRequest, *, at_once: AtOnce | None = None
+            self, generation: EngineRequest, *, at_once: TakeAtOnce | None = None
         ) -> AsyncGenerator[EngineOutput, None]:
             for number, chunk in enumerate(chunks, 1):
                 tokens = output(chunk, None, "length" if number == len(chunks) else None)

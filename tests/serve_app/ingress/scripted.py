@@ -27,7 +27,7 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.protocol import AtOnce, EngineOutput, EngineRequest, FinishReason, FirstToken, SamplingParams
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FinishReason, FirstToken, SamplingParams, TakeAtOnce
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
@@ -117,7 +117,7 @@ class Script:
             self.door._others_s = -inf  # a batch has not to wait for the requests of the test before
 
     async def generate(
-        self, generation: EngineRequest, *, at_once: AtOnce | None = None
+        self, generation: EngineRequest, *, at_once: TakeAtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         self.asked.append(generation)
         if self.ends is not None:

@@ -20,7 +20,7 @@ from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.openai.response import CHAT, COMPLETION
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.protocol import AtOnce, EngineOutput, EngineRequest, FirstToken, SamplingParams
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, SamplingParams, TakeAtOnce
 from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.queue import FairWorkers, WaitingLine
@@ -215,7 +215,7 @@ class Bench:
         self.body = json.dumps(wanted).ljust(1000).encode()
 
     async def generate(
-        self, generation: EngineRequest, *, at_once: AtOnce | None = None
+        self, generation: EngineRequest, *, at_once: TakeAtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         if self.fails:
             raise Overloaded("There is no replica now.")
