@@ -102,7 +102,6 @@ def main() -> None:
         )
         paths = os.pathsep.join(filter(None, (made, os.environ.get("PYTHONPATH"))))
         with instance({"PYTHONPATH": paths, FOLDER: made}) as url:
-
             body = {**CHAT, "model": httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]}
 
             def chat() -> None:

@@ -28,7 +28,7 @@ _SETTINGS = {
 Messages = Sequence[Mapping[str, Any]]
 
 
-class _Place(NamedTuple):
+class _SnapshotSpan(NamedTuple):
     """Where a snapshot is in a text. ``fence``: the end of its last marks, before line ends that go with it."""
 
     start: int
@@ -42,14 +42,14 @@ def by_rules(request: ChatRequest, *, follow: bool = True) -> ChatRequest:
     ``follow`` False: nothing is moved, but ``rules_off`` tells what would be. Linear in the system prompt.
     """
     first = request.messages[0] if request.messages else {}
-    place = _found(first["content"]) if first.get("role") == "system" else None
-    if place is None or _user(request.messages) is None:
+    span = _snapshot_in(first["content"]) if first.get("role") == "system" else None
+    if span is None or _user(request.messages) is None:
         return request
     if not follow:
         return replace(request, rules_off=(*request.rules_off, GIT_SNAPSHOT))
-    marks = tuple(replace(mark, messages=_part(mark.messages, first["content"], place)) for mark in request.breakpoints)
+    marks = tuple(replace(mark, messages=_part(mark.messages, first["content"], span)) for mark in request.breakpoints)
     rules = (*request.prompt_rules, GIT_SNAPSHOT)
-    return replace(request, messages=_moved(request.messages, place), breakpoints=marks, prompt_rules=rules)
+    return replace(request, messages=_moved(request.messages, span), breakpoints=marks, prompt_rules=rules)
 
 
 def keeping(rules_off: Sequence[str]) -> str:
@@ -59,11 +59,11 @@ def keeping(rules_off: Sequence[str]) -> str:
     return f"Set agent_prompt_rules: {', '.join(rules_off)} may keep this prefix.{instead}"
 
 
-def _found(text: str) -> _Place | None:
+def _snapshot_in(text: str) -> _SnapshotSpan | None:
     at = 0
     while (start := text.find(_SNAPSHOT, at)) >= 0 and (line_end := text.find("\n", start)) >= 0:
         if block := _BLOCK.match(text, line_end):
-            return _Place(start, block.end("fence"), block.end())
+            return _SnapshotSpan(start, block.end("fence"), block.end())
         at = line_end
     return None
 
@@ -72,22 +72,22 @@ def _user(messages: Messages) -> int | None:
     return next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
 
 
-def _part(messages: Messages, system: str, place: _Place) -> tuple[Mapping[str, Any], ...]:
+def _part(messages: Messages, system: str, span: _SnapshotSpan) -> tuple[Mapping[str, Any], ...]:
     """Return the beginning of a conversation with the snapshot moved; its new place may still be to come.
 
-    ``system``: the whole system message. What begins like it has its snapshot at the same ``place``, or none.
+    ``system``: the whole system message. What begins like it has its snapshot at the same ``span``, or none.
     """
     content = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
-    if len(content) < place.fence or not system.startswith(content):
+    if len(content) < span.fence or not system.startswith(content):
         return tuple(messages)
-    return _moved(messages, place)
+    return _moved(messages, span)
 
 
-def _moved(messages: Messages, place: _Place) -> tuple[Mapping[str, Any], ...]:
+def _moved(messages: Messages, span: _SnapshotSpan) -> tuple[Mapping[str, Any], ...]:
     moved = [dict(message) for message in messages]
     system = moved[0]["content"]
-    moved[0]["content"] = system[: place.start] + system[place.end :]
+    moved[0]["content"] = system[: span.start] + system[span.end :]
     if (user := _user(messages)) is not None:
-        snapshot = system[place.start : place.end].rstrip()
+        snapshot = system[span.start : span.end].rstrip()
         moved[user]["content"] = f"{moved[user]['content']}\n\n{snapshot}"
     return tuple(moved)

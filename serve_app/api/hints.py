@@ -33,13 +33,13 @@ class Hints:
         """Read a body's fields. ``nvext`` goes before ``metadata``."""
         outer = nvext if isinstance(nvext, dict) else {}
         parts = {name: _object(outer.get(name)) for name in ("agent_context", "agent_hints")}
-        told, hints = parts["agent_context"], parts["agent_hints"]
+        context, hints = parts["agent_context"], parts["agent_hints"]
         meant = _object(metadata)
         read = {"agent_context": _CONTEXT, "agent_hints": {"osl", "priority"}}
         return cls(
-            session=_word(told.get("session_id")) or _word(meant.get("session_id")),
-            parent=_word(told.get("parent_session_id")) or _word(meant.get("parent_session_id")),
-            final=is_true(told.get("session_final")) or is_true(meant.get("session_final")),
+            session=_word(context.get("session_id")) or _word(meant.get("session_id")),
+            parent=_word(context.get("parent_session_id")) or _word(meant.get("parent_session_id")),
+            final=is_true(context.get("session_final")) or is_true(meant.get("session_final")),
             output_tokens=max(0, _whole(hints.get("osl"))),
             priority=max(-_PRIORITIES, min(_PRIORITIES, -_whole(hints.get("priority")))),
             unread=(

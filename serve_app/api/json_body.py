@@ -205,21 +205,21 @@ class JsonBody(BaseModel):
 
     def unread_inside(self, path: str = "") -> list[str]:
         """Return the paths of unread fields of the objects in this one, which is at ``path``."""
-        found: set[str] = set()
+        paths: set[str] = set()
         for name in self.model_fields_set:
             value = getattr(self, name)
             if isinstance(value, JsonBody):
-                value._add_unread(f"{path}{name}", found)
+                value._add_unread(f"{path}{name}", paths)
             elif isinstance(value, list) and value and isinstance(value[0], JsonBody):
                 for each in value:
-                    each._add_unread(f"{path}{name}[]", found)
-        return sorted(found)
+                    each._add_unread(f"{path}{name}[]", paths)
+        return sorted(paths)
 
-    def _add_unread(self, path: str, found: set[str]) -> None:
+    def _add_unread(self, path: str, paths: set[str]) -> None:
         for name, value in (self.model_extra or {}).items():
             if value is not None and name not in self.without_effect:
-                found.add(f"{path}.{name}")
-        found.update(self.unread_inside(f"{path}."))
+                paths.add(f"{path}.{name}")
+        paths.update(self.unread_inside(f"{path}."))
 
     @classmethod
     def parse(cls, raw: bytes, model: str = "") -> Self:
@@ -264,14 +264,14 @@ class JsonBody(BaseModel):
         if raw.count(b":") > _MOST_FIELDS and _count_fields(raw) > _MOST_FIELDS:
             raise InvalidRequest(f"The body holds over {_MOST_FIELDS} fields; send fewer.")
         fields = _skim(raw)
-        known = {*cls.model_fields, *cls.refused}
+        read = {*cls.model_fields, *cls.refused}
         for name, field in fields.items():
             most, text = cls.bounded.get(name, _MOST_VALUES), memoryview(field)
-            if name in known and len(text) > most and _count_values(bytes(text)) > most:
+            if name in read and len(text) > most and _count_values(bytes(text)) > most:
                 raise InvalidRequest(f"{name} holds over {most} values; send fewer, in several requests.", param=name)
-        found = {n: msgspec.json.decode(raw) for n, raw in fields.items() if n in known}
-        ignored = (n for n, raw in fields.items() if n not in found and n not in cls.without_effect and raw != _NULL)
-        return found | dict.fromkeys(islice(ignored, MAX_TOLD), 0)
+        values = {n: msgspec.json.decode(raw) for n, raw in fields.items() if n in read}
+        ignored = (n for n, raw in fields.items() if n not in values and n not in cls.without_effect and raw != _NULL)
+        return values | dict.fromkeys(islice(ignored, MAX_TOLD), 0)
 
 
 CALL_PREFIX = "toolu_"
@@ -311,17 +311,17 @@ def _text(raw: bytes) -> tuple[NDArray[np.uint8], NDArray[Any]]:
 def _refusal(model: type[JsonBody], error: ErrorDetails) -> InvalidRequest:
     """Return one of pydantic's errors as a sentence."""
     path = ""
-    place: Any = model  # the annotation at the path
+    annotation: Any = model  # the annotation at the path
     for step in error["loc"]:
         if isinstance(step, int):
-            if not _must(item := _item(place)):
+            if not _must(item := _item(annotation)):
                 break  # the list's own demand covers its items
-            path, place = f"{path}[{step}]", item
-        elif step in (fields := _fields(place)):
-            path, place = f"{path}.{step}" if path else step, fields[step]
+            path, annotation = f"{path}[{step}]", item
+        elif step in (fields := _fields(annotation)):
+            path, annotation = f"{path}.{step}" if path else step, fields[step]
         else:
             break  # a step into a member of a union
-    demand = error["msg"] if error["type"] == "must_be" else _demand(place)
+    demand = error["msg"] if error["type"] == "must_be" else _demand(annotation)
     if error["type"] == "missing":
         return InvalidRequest(f"{path} is missing; it must be {demand}.", param=path)
     return InvalidRequest(f"{path} must be {demand}.", param=path)

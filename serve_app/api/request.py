@@ -27,35 +27,35 @@ class UnknownField:
     meant: str = ""
 
     @property
-    def told(self) -> str:
+    def with_meaning(self) -> str:
         """The name, with the suggested field where there is one."""
         return f"{self.name} (did you mean {self.meant}?)" if self.meant else self.name
 
 
-def unknown_fields(names: Iterable[str], known: Iterable[str]) -> tuple[UnknownField, ...]:
-    """Return the first ``MAX_TOLD`` of a client's unknown fields; ``known`` lists the supported names."""
-    known = tuple(known)
-    shown = (_UNSAFE.sub("?", name[:64]) for name in islice(names, MAX_TOLD))
-    return tuple(UnknownField(name, _meant(name, known)) for name in shown)
+def unknown_fields(names: Iterable[str], supported: Iterable[str]) -> tuple[UnknownField, ...]:
+    """Return the first ``MAX_TOLD`` of a client's unknown fields; ``supported`` lists the supported names."""
+    supported = tuple(supported)
+    printable = (_UNSAFE.sub("?", name[:64]) for name in islice(names, MAX_TOLD))
+    return tuple(UnknownField(name, _meant(name, supported)) for name in printable)
 
 
 @lru_cache(1024)
-def _meant(name: str, known: tuple[str, ...]) -> str:
+def _meant(name: str, supported: tuple[str, ...]) -> str:
     # Clients repeat an unknown field in every request, and the search takes as long as parsing the rest of the body.
     # A field may be read in one place and not in another.
-    return "" if name in known else next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), "")
+    return "" if name in supported else next(iter(get_close_matches(name, supported, n=1, cutoff=0.75)), "")
 
 
 def ignored_fields(fields: Sequence[UnknownField]) -> str:
     """Return a sentence that lists the ignored fields, "" for none."""
-    return f"unknown fields ignored: {', '.join(field.told for field in fields)}" if fields else ""
+    return f"unknown fields ignored: {', '.join(field.with_meaning for field in fields)}" if fields else ""
 
 
 def not_enforced(constraints: Sequence[str]) -> str:
     """Return a sentence that lists the first constraints of schemas that an answer may break, "" for none."""
-    shown = [_UNPRINTABLE.sub("?", constraint[:160]) for constraint in constraints[:MAX_TOLD]]
+    printable = [_UNPRINTABLE.sub("?", constraint[:160]) for constraint in constraints[:MAX_TOLD]]
     more = f" and {len(constraints) - MAX_TOLD} more" if len(constraints) > MAX_TOLD else ""
-    return f"not enforced: {', '.join(shown)}{more}" if shown else ""
+    return f"not enforced: {', '.join(printable)}{more}" if printable else ""
 
 
 def require_none(fields: Sequence[UnknownField]) -> None:
@@ -314,8 +314,8 @@ class CompletionRequest(RequestFields):
     @property
     def told_prompt(self) -> int | None:
         """See ``RequestFields``; an echo with log-probabilities needs the prompt's too."""
-        asked = [count for count in (self.prompt_logprobs, self.told_echo) if count is not None]
-        return max(asked, default=None)
+        counts = [count for count in (self.prompt_logprobs, self.told_echo) if count is not None]
+        return max(counts, default=None)
 
     @property
     def choices(self) -> int:

@@ -17,10 +17,10 @@ def advice_on(miss: Miss, rules_off: Sequence[str]) -> str:
     """Return one ASCII line without text of prompts, "" if the client can do nothing. ``rules_off``: see requests."""
     if miss.reason not in CAUSES:
         return ""
-    place = miss.first_difference
-    where = f" {_PARTS[place.part]}, line {place.line}" if place is not None else ""
+    difference = miss.first_difference
+    where = f" {_PARTS[difference.part]}, line {difference.line}" if difference is not None else ""
     lost = f"{CAUSES[miss.reason]}{where}, so {miss.lost_tokens} tokens were computed again."
-    rule = f" {keeping(rules_off)}" if rules_off and place is not None else ""
+    rule = f" {keeping(rules_off)}" if rules_off and difference is not None else ""
     return f"{lost}{rule} {REMEDIES[miss.reason]}"
 
 

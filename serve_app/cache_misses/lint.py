@@ -194,7 +194,7 @@ class Linter:
             behind = len(self._tokens.encode(head[one.char + len(one.found) :]))
             if one.reason == "text" and behind < MIN_LOST_TOKENS:  # an open place at the end costs nothing
                 continue
-            self._found(self._written, prompt, one, behind, family)
+            self._add_finding(self._written, prompt, one, behind, family)
 
     def _compare(self, prompt: DocumentPrompt, ids: TokenArray, family: bytes) -> None:
         scope = PrefixScope("", prompt.adapter, prompt.salt.encode("utf-8", "surrogatepass"))
@@ -210,10 +210,10 @@ class Linter:
                 place = miss.first_difference
                 char, found = (place.char, place.found) if place is not None else (0, "")
                 one = Written(miss.reason, char, found, CAUSES[miss.reason])
-                self._found(self._compared, prompt, one, miss.lost_tokens, family)
+                self._add_finding(self._compared, prompt, one, miss.lost_tokens, family)
         self._memory.add(room, family, seen)
 
-    def _found(
+    def _add_finding(
         self,
         places: dict[tuple[Any, ...], ChangingPlace],
         prompt: DocumentPrompt,

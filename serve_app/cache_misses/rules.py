@@ -68,34 +68,34 @@ def _values(text: str, start: int, end: int) -> Iterator[Value]:
             yield Value(kind, match.start(group), match.group(group))
 
 
-def _values_at(text: str, place: int) -> Iterator[Value]:
-    """Yield the values that contain the character at ``place``, or end there."""
-    for value in _values(text, max(0, place - VALUE_CHARS), place + VALUE_CHARS):
-        if value.start <= place <= value.start + len(value.text):
+def _values_at(text: str, at: int) -> Iterator[Value]:
+    """Yield the values that contain the character at ``at``, or end there."""
+    for value in _values(text, max(0, at - VALUE_CHARS), at + VALUE_CHARS):
+        if value.start <= at <= value.start + len(value.text):
             yield value
 
 
-def classify(new: str, old: str, place: int) -> Difference:
-    """Return the class of the difference at ``place`` between two texts that are equal before it."""
-    if _differs_in_space(new, old, place):
+def classify(new: str, old: str, at: int) -> Difference:
+    """Return the class of the difference at ``at`` between two texts that are equal before it."""
+    if _differs_in_space(new, old, at):
         return "whitespace"
-    before = {(kind, start): value for kind, start, value in _values_at(old, place)}
-    for kind, start, value in _values_at(new, place):
+    before = {(kind, start): value for kind, start, value in _values_at(old, at)}
+    for kind, start, value in _values_at(new, at):
         if before.get((kind, start), value) != value:
             return kind
-    return "reordered" if _is_reordered(new, old, place) else "text"
+    return "reordered" if _is_reordered(new, old, at) else "text"
 
 
-def value_there(text: str, place: int) -> str:
+def value_there(text: str, at: int) -> str:
     """Return the value at a place of a text, or the rest of the word there, at most 64 characters."""
-    for _, _, value in _values_at(text, place):
+    for _, _, value in _values_at(text, at):
         return value[:64]
-    word = _WORD_THERE.match(text, place)
+    word = _WORD_THERE.match(text, at)
     return word.group()[:64] if word else ""
 
 
-def _differs_in_space(new: str, old: str, place: int) -> bool:
-    rests = [text[place : place + 16 * SPACE_CHARS] for text in (new, old)]
+def _differs_in_space(new: str, old: str, at: int) -> bool:
+    rests = [text[at : at + 16 * SPACE_CHARS] for text in (new, old)]
     # At a place between two words, either text may have the space.
     if not any(_SPACE.match(rest) for rest in rests):
         return False
@@ -103,9 +103,9 @@ def _differs_in_space(new: str, old: str, place: int) -> bool:
     return new_words == old_words != ""
 
 
-def _is_reordered(new: str, old: str, place: int) -> bool:
+def _is_reordered(new: str, old: str, at: int) -> bool:
     """Return whether the lines from the place on are equal in another order, or the fields of one JSON line."""
-    start = new.rfind("\n", 0, place) + 1
+    start = new.rfind("\n", 0, at) + 1
     lines = (text[start : start + MAX_CHARS].split("\n") for text in (new, old))
     unmatched: Counter[str] = Counter()
     for count, (new_line, old_line) in enumerate(zip(*lines, strict=False), 1):

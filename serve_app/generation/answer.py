@@ -192,9 +192,9 @@ class PromptTokens:
         self._read = 0
         self._next(None, ())
 
-    def add(self, told: Sequence[TokenLogprob]) -> None:
+    def add(self, logprobs: Sequence[TokenLogprob]) -> None:
         """Add the log-probabilities of the prompt's next tokens."""
-        for one in told:
+        for one in logprobs:
             token_id = self._token_ids[self._read]
             if self._tops is not None:
                 best = enumerate(one.top[: self._tops], 1)
@@ -259,8 +259,8 @@ class ChoiceReader:
         self._prompt = prompt
         self._gate = gate if stop else None
         self._read = 0
-        self._decoded_chars = self._shown_chars = len(self._before)
-        self._told: deque[ToldToken] = deque()
+        self._decoded_chars = self._released_chars = len(self._before)
+        self._waiting: deque[ToldToken] = deque()
 
     def read(self, tokens: EngineOutput) -> list[Piece]:
         """Return the pieces that these tokens complete. Raises GenerationFailed if the generation broke off."""
@@ -291,12 +291,14 @@ class ChoiceReader:
             text += rest
         if stopped:
             reason = "stop"
-        self._shown_chars += len(text)
+        self._released_chars += len(text)
         # Text may be held back, as the beginning of a stop string or half a character; a token's log-probability waits
         # for its text, and is never shown for text that a stop string removed.
-        told = []
-        while self._told and (self._told[0].offset < self._shown_chars or (reason is not None and not stopped)):
-            told.append(self._told.popleft())
+        ready = []
+        while self._waiting and (
+            self._waiting[0].offset < self._released_chars or (reason is not None and not stopped)
+        ):
+            ready.append(self._waiting.popleft())
         echo: Piece | None = None
         if self._before and self._split is not None:  # nobody reads reasoning or calls in it
             echo, self._before = Piece(self._index, self._before, first=tokens.first), ""
@@ -304,10 +306,10 @@ class ChoiceReader:
             text, self._before = self._before + text, ""
         prompt: RankedPrompt | None = None
         if self._prompt is not None:
-            told, prompt, self._prompt = [*self._prompt.echo, *told], self._prompt.ranked, None
+            ready, prompt, self._prompt = [*self._prompt.echo, *ready], self._prompt.ranked, None
         piece = Piece(
             self._index, text, taken, tokens.first, reason,
-            logprobs=tuple(told), stop_sequence=self._checker.found if self._checker is not None else "",
+            logprobs=tuple(ready), stop_sequence=self._checker.found if self._checker is not None else "",
             token_ids=tokens.token_ids[:taken], prompt=prompt,
         )  # fmt: skip
         if self._split is None:
@@ -325,8 +327,8 @@ class ChoiceReader:
         pieces: list[Piece] = []
         for at, token_id in enumerate(tokens.token_ids, 1):
             last, first = at == len(tokens.token_ids), tokens.first if at == 1 else None
-            reason, told = tokens.finish_reason if last else None, tokens.logprobs[at - 1 : at]
-            alone = EngineOutput(tokens.request_id, (token_id,), told, first=first, finish_reason=reason)
+            reason, logprobs = tokens.finish_reason if last else None, tokens.logprobs[at - 1 : at]
+            alone = EngineOutput(tokens.request_id, (token_id,), logprobs, first=first, finish_reason=reason)
             pieces += self.read(alone)
             if pieces[-1].finish_reason is not None:
                 break
@@ -334,21 +336,21 @@ class ChoiceReader:
 
     def _read_one_by_one(self, tokens: EngineOutput) -> tuple[str, int, bool]:
         """Return (text that is safe to show, number of tokens read for it, whether a stop string was found)."""
-        shown = ""
+        released = ""
         for taken, token_id in enumerate(tokens.token_ids, 1):
             if tokens.logprobs:
-                self._told.append(self._told_token(token_id, tokens.logprobs[taken - 1]))
+                self._waiting.append(self._ranked_token(token_id, tokens.logprobs[taken - 1]))
             self._read += 1
             decoded = self._decoder.push((token_id,))
             self._decoded_chars += len(decoded)
             if self._checker is None:
-                shown += decoded
+                released += decoded
                 continue
             text, stopped = self._checked(self._checker, decoded, (token_id,), early=self._read <= self._min_tokens)
-            shown += text
+            released += text
             if stopped:
-                return shown, taken, True
-        return shown, len(tokens.token_ids), False
+                return released, taken, True
+        return released, len(tokens.token_ids), False
 
     def _checked(
         self, checker: StopChecker, text: str, token_ids: Sequence[int], *, early: bool = False, ended: bool = False
@@ -357,10 +359,10 @@ class ChoiceReader:
         if self._gate is None:
             return checker.push(text, early=early)
         before, content = self._gate(text, token_ids, ended=ended)
-        shown, stopped = checker.push(content, early=early)
-        return before + shown, stopped
+        released, stopped = checker.push(content, early=early)
+        return before + released, stopped
 
-    def _told_token(self, token_id: int, logprob: TokenLogprob) -> ToldToken:
+    def _ranked_token(self, token_id: int, logprob: TokenLogprob) -> ToldToken:
         raw = by_its_id if self._by_id else self._decoder.shown_bytes
         top = tuple(ShownToken(raw(other), value) for other, value in logprob.top)
         return ToldToken(ShownToken(raw(token_id), logprob.logprob), top, self._decoded_chars)

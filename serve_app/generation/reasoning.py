@@ -41,8 +41,8 @@ REASONING_TAGS = {
 
 def find_reasoning_tags(template: str, special_tokens: frozenset[str]) -> str:
     """Return the name of the tags in a chat template or the special tokens, "none" if there are none."""
-    found = (name for name, tags in REASONING_TAGS.items() if tags.end in template or tags.end in special_tokens)
-    return next(found, "none")
+    names = (name for name, tags in REASONING_TAGS.items() if tags.end in template or tags.end in special_tokens)
+    return next(names, "none")
 
 
 def grammar_after(grammar: str, tags: Tags, special: Mapping[str, int], *, opened: bool) -> str:
@@ -77,11 +77,11 @@ class ReasoningReader:
         self._rest = rest
         self._inside = inside
         self._stage = "before"
-        self._held = self._space = ""
+        self._buffer = self._space = ""
         self._thought = ""
-        self._began = self._shown = self._closed = self._spaces = False
+        self._began = self._has_text = self._closed = self._spaces = False
         self._tokens = 0
-        self._told: tuple[ToldToken, ...] = ()
+        self._logprobs: tuple[ToldToken, ...] = ()
         self.called = False
 
     @property
@@ -127,29 +127,29 @@ class ReasoningReader:
         )  # fmt: skip
         found = [first, *read[at + 1 :]]
         self.called = True
-        held, self._held = self._held, ""
+        buffer, self._buffer = self._buffer, ""
         if ended and (piece.text or piece.finish_reason is None):
             # The tag ended reasoning whose last words were a call: others may follow behind it.
             found = [replace(part, finish_reason=None) for part in found]
             self._inside, self._closed = self._rest, True
             behind = Piece(piece.index, piece.text, finish_reason=piece.finish_reason)
             found += self._rest.split(behind) if self._rest is not None and piece.text else []
-        elif held:
-            found += inside.split(Piece(piece.index, held))
+        elif buffer:
+            found += inside.split(Piece(piece.index, buffer))
         return self._after_call(found)
 
     def _after_call(self, pieces: list[Piece]) -> list[Piece]:
         """Drop the end tag, and the white space behind it, from the text behind a call in the reasoning."""
-        shown: list[Piece] = []
+        after: list[Piece] = []
         for piece in pieces:
-            text, self._held = self._held + piece.text, ""
+            text, self._buffer = self._buffer + piece.text, ""
             if not self._closed:
                 before, found, text = text.partition(self._tags.end)
                 self._closed = bool(found)
                 keep = (
                     0 if found or piece.calls or piece.finish_reason is not None else held_back(before, self._tags.end)
                 )
-                before, self._held = before[: len(before) - keep], before[len(before) - keep :]
+                before, self._buffer = before[: len(before) - keep], before[len(before) - keep :]
                 self._spaces = bool(found)
                 text = before + text.lstrip()
             elif self._spaces:
@@ -158,46 +158,46 @@ class ReasoningReader:
             cut = any(isinstance(event, CallEnded) and event.cut for event in piece.calls)
             ends = piece.finish_reason == "stop" and not cut
             reason: ApiFinishReason | None = "tool_calls" if ends else piece.finish_reason
-            shown.append(replace(piece, text=text, finish_reason=reason))
-        return shown
+            after.append(replace(piece, text=text, finish_reason=reason))
+        return after
 
     def _split(self, piece: Piece) -> Piece:
         self._tokens += piece.new_tokens if self._stage in ("before", "inside") else 0
-        self._told += piece.logprobs
+        self._logprobs += piece.logprobs
         reasoning, text = self.push(piece.text, ended=piece.finish_reason is not None)
         if self._stage == "before":
             return replace(piece, text="", logprobs=())
         tokens = self._tokens if self._began else 0
-        told = self._told if not self._began else piece.logprobs if self._stage == "over" else ()
-        self._tokens, self._told = 0, ()
-        return replace(piece, text=text, reasoning=reasoning, reasoning_tokens=tokens, logprobs=told)
+        logprobs = self._logprobs if not self._began else piece.logprobs if self._stage == "over" else ()
+        self._tokens, self._logprobs = 0, ()
+        return replace(piece, text=text, reasoning=reasoning, reasoning_tokens=tokens, logprobs=logprobs)
 
     def push(self, text: str, *, ended: bool = False) -> tuple[str, str]:
         """Return (more of the reasoning, more of the text behind it). The beginning of a tag is held back."""
         start, end = self._tags.start, self._tags.end
-        self._held += text
+        self._buffer += text
         reasoning = ""
         if self._stage == "before":
-            begin = self._held.lstrip()
+            begin = self._buffer.lstrip()
             if begin.startswith(start):
-                self._held = begin[len(start) :]
+                self._buffer = begin[len(start) :]
             elif start.startswith(begin) and not ended:
                 return "", ""
             self._began = self._opened or begin.startswith(start)
             self._stage = "inside" if self._began else "over"
         if self._stage == "inside":
-            inside, closed, behind = (self._held if self._shown else self._held.lstrip()).partition(end)
+            inside, closed, behind = (self._buffer if self._has_text else self._buffer.lstrip()).partition(end)
             reasoning = inside if closed or ended else inside[: len(inside) - held_back(inside, end)]
             reasoning = reasoning.rstrip()
-            self._shown = self._shown or bool(reasoning)
-            self._held = behind if closed or ended else inside[len(reasoning) :]
+            self._has_text = self._has_text or bool(reasoning)
+            self._buffer = behind if closed or ended else inside[len(reasoning) :]
             self._stage = "behind" if closed or ended else "inside"
         if self._stage == "behind":
-            self._held = self._held.lstrip()
-            self._stage = "over" if self._held or ended else "behind"
-        shown = self._held if self._stage == "over" else ""
-        self._held = "" if self._stage == "over" else self._held
-        return reasoning, shown
+            self._buffer = self._buffer.lstrip()
+            self._stage = "over" if self._buffer or ended else "behind"
+        content = self._buffer if self._stage == "over" else ""
+        self._buffer = "" if self._stage == "over" else self._buffer
+        return reasoning, content
 
 
 class ContentGate:
@@ -209,16 +209,16 @@ class ContentGate:
     def __init__(self, tags: Tags, *, opened: bool, reader: ReasoningReader) -> None:
         self._own = ReasoningReader(tags, opened=opened)
         self._reader = reader
-        self._held = ""
+        self._buffer = ""
 
     def __call__(self, text: str, token_ids: Sequence[int], *, ended: bool = False) -> tuple[str, str]:
         """Return (text before the content, more of the content). Text is held back while it may begin a tag."""
         if self._reader.called:
-            text, self._held = self._held + text, ""
+            text, self._buffer = self._buffer + text, ""
             return "", text
-        self._held += text
+        self._buffer += text
         _, content = self._own.push(text, ended=ended)
         if self._own.undecided:
             return "", ""
-        held, self._held = self._held, ""
-        return held[: len(held) - len(content)], content
+        buffer, self._buffer = self._buffer, ""
+        return buffer[: len(buffer) - len(content)], content

@@ -86,21 +86,21 @@ def sampling_of(
         rules=rules,
         logprobs=request.logprobs,
         logprob_token_ids=request.logprob_token_ids,
-        shown_stop_token_ids=stops if request.return_token_ids else _shown_ends(request, ends),
+        shown_stop_token_ids=stops if request.return_token_ids else _ends_in_text(request, ends),
     )
 
 
 def hidden_ends(request: GenerateRequest, stop_token_ids: Sequence[int]) -> frozenset[int]:
     """Return those of the stop tokens that an answer with ids has only by their id: no text, no log-probability."""
     stops = frozenset(stop_token_ids)
-    return stops.difference(_shown_ends(request, stops.difference(request.stop_token_ids)))
+    return stops.difference(_ends_in_text(request, stops.difference(request.stop_token_ids)))
 
 
-def _shown_ends(request: GenerateRequest, ends: Collection[int]) -> tuple[int, ...]:
-    shown = request.stop_token_ids if request.include_stop_str_in_output else ()
+def _ends_in_text(request: GenerateRequest, ends: Collection[int]) -> tuple[int, ...]:
+    stops = request.stop_token_ids if request.include_stop_str_in_output else ()
     if isinstance(request, CompletionRequest) and request.told_echo is not None:
-        return (*shown, *ends)  # scoring programs expect max_tokens more tokens than the prompt has
-    return shown
+        return (*stops, *ends)  # scoring programs expect max_tokens more tokens than the prompt has
+    return stops
 
 
 def check_told(request: GenerateRequest, numbers: int) -> None:
@@ -129,7 +129,7 @@ def stores_kv(request: GenerateRequest, tenant: Tenant) -> bool:
 
 def refuse_without_logits(request: GenerateRequest) -> None:
     """Raise InvalidRequest for fields that need a model's logits, for an engine without any."""
-    asked = {
+    values = {
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
         "repetition_penalty": request.repetition_penalty != 1,
@@ -141,7 +141,7 @@ def refuse_without_logits(request: GenerateRequest) -> None:
         "prompt_logprobs": request.prompt_logprobs is not None,
         request.grammar.field if request.grammar is not None else "": request.grammar,
     }
-    for field, value in asked.items():
+    for field, value in values.items():
         if value:
             raise InvalidRequest(
                 f"{field} needs a model's logits, and this deployment's engine is simulated; leave it out.", param=field
@@ -159,7 +159,7 @@ class CheckedGrammars:
         self._ends = bool(info.eos_token_ids)
         self._trials = trials_of(info.path, info.vocab_size, tuple(info.eos_token_ids))
         self._workers = workers
-        self._known: TenantsLru[Grammar, tuple[str, str] | GrammarError] = TenantsLru(MAX_KNOWN)
+        self._cached: TenantsLru[Grammar, tuple[str, str] | GrammarError] = TenantsLru(MAX_KNOWN)
 
     async def form(self, grammar: Grammar, tenant: str) -> tuple[str, str]:
         """Return a grammar in llguidance's form, and a warning about what it leaves out, "" for nothing.
@@ -169,21 +169,21 @@ class CheckedGrammars:
         if not self._ends:
             message = f"{grammar.field} needs a model with an end token, and this one has none."
             raise InvalidRequest(message, param=grammar.field)
-        found = self._known.get(tenant, grammar)
-        if found is None:
-            found = await self._workers.run(tenant, len(grammar.text), self._checked, grammar, tenant)
-        if isinstance(found, GrammarError):
-            raise InvalidRequest(f"{grammar.field} cannot be followed: {found}.", param=grammar.field)
-        return found
+        result = self._cached.get(tenant, grammar)
+        if result is None:
+            result = await self._workers.run(tenant, len(grammar.text), self._checked, grammar, tenant)
+        if isinstance(result, GrammarError):
+            raise InvalidRequest(f"{grammar.field} cannot be followed: {result}.", param=grammar.field)
+        return result
 
     def _checked(self, grammar: Grammar, tenant: str) -> tuple[str, str] | GrammarError:
         """Check a grammar, unless a request that came before with the same one has done so meanwhile."""
-        found = self._known.get(tenant, grammar)
-        if found is None:
+        result = self._cached.get(tenant, grammar)
+        if result is None:
             try:
                 form, left_out = self._trials.checked(grammar)
-                found = form, not_enforced(left_out)
+                result = form, not_enforced(left_out)
             except GrammarError as error:
-                found = error.with_traceback(None)
-            self._known.put(tenant, grammar, found)
-        return found
+                result = error.with_traceback(None)
+            self._cached.put(tenant, grammar, result)
+        return result

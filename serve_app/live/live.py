@@ -89,13 +89,13 @@ class Others:
         numbers = {batch.ingress: batch.number for batch in self.batches}
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
-                told: list[Batch] = await self._ingresses("recent_events", numbers, timeout_s=ASK_TIMEOUT_S)
+                batches: list[Batch] = await self._ingresses("recent_events", numbers, timeout_s=ASK_TIMEOUT_S)
         except Exception:
             logger.debug("the other ingresses did not send their events", exc_info=True)
             self._failures += 1
             return []
         self._failures = 0
-        self.batches = [batch for batch in told if batch.ingress != self._name]
+        self.batches = [batch for batch in batches if batch.ingress != self._name]
         before = self.figures
         self.figures = {batch.ingress: joined(before.get(batch.ingress, {}), batch.figures) for batch in self.batches}
         return [occurrence for batch in self.batches for occurrence in batch.news]
@@ -173,17 +173,17 @@ class Live:
             )
         )
 
-    def answered(self, told: Answered) -> None:
+    def answered(self, answered: Answered) -> None:
         """Record a request's first token. Never raises."""
         try:
             at_s = time.time()
-            key = self.table.add(told, at_s)
+            key = self.table.add(answered, at_s)
             if self.journal is None and not self._watched():
                 return
-            body = decision_row(told, key, self._rates.get(told.decision.replica_id))
-            done = Occurrence("decision", round(at_s, 3), told.tenant, {"ingress": self.name, **body})
+            body = decision_row(answered, key, self._rates.get(answered.decision.replica_id))
+            done = Occurrence("decision", round(at_s, 3), answered.tenant, {"ingress": self.name, **body})
             if self.journal is not None:
-                self.journal.add(told.tenant, {"type": done.type, "at_s": done.at_s, **done.body})
+                self.journal.add(answered.tenant, {"type": done.type, "at_s": done.at_s, **done.body})
             if self._watched():
                 self._tell(done)
         except Exception:

@@ -109,18 +109,18 @@ class PrefixTable:
         self.tenants = tenants
         self.rooms: OrderedDict[str, TenantPrefixes] = OrderedDict()
 
-    def add(self, told: Answered, at_s: float) -> bytes:
+    def add(self, answered: Answered, at_s: float) -> bytes:
         """Record a generation at its first token, and return the key of its deepest node, or b"" without any."""
         tenants = max(1, self.tenants())
-        room = self.rooms.setdefault(told.tenant, TenantPrefixes())
-        self.rooms.move_to_end(told.tenant)
+        room = self.rooms.setdefault(answered.tenant, TenantPrefixes())
+        self.rooms.move_to_end(answered.tenant)
         while len(self.rooms) > tenants:  # tenants that are no longer configured
             self.rooms.popitem(last=False)
-        chain, size = told.chain, self.block_size
-        blocks, cached_blocks = len(chain) // HASH_BYTES, told.cached_tokens // size
-        if cached_blocks >= (told.prompt_tokens - 1) // size:
+        chain, size = answered.chain, self.block_size
+        blocks, cached_blocks = len(chain) // HASH_BYTES, answered.cached_tokens // size
+        if cached_blocks >= (answered.prompt_tokens - 1) // size:
             cached_blocks = blocks  # the last prompt token is always computed, and its block with it
-        public_blocks, system_blocks = min(told.public_blocks, blocks), min(told.system_tokens // size, blocks)
+        public_blocks, system_blocks = min(answered.public_blocks, blocks), min(answered.system_tokens // size, blocks)
         public = b"p" + hash_at(chain, public_blocks - 1) if public_blocks else b""
         parent, start = public, public_blocks
         if system_blocks > public_blocks:
@@ -133,13 +133,13 @@ class PrefixTable:
         if parent != public:
             head = chain[: start * HASH_BYTES]
             touched.append(room.touch(parent, "system", public, public_blocks, head, cached_blocks))
-            touched[-1].pinned |= told.pinned
+            touched[-1].pinned |= answered.pinned
         if public:
             touched.append(room.touch(public, "public", b"", 0, chain[: public_blocks * HASH_BYTES], cached_blocks))
         for node in touched:
             node.last_used_at_s = at_s
-        if touched and told.label and touched[-1].kind != "conversation":
-            touched[-1].label = told.label
+        if touched and answered.label and touched[-1].kind != "conversation":
+            touched[-1].label = answered.label
         most_bytes = min(MAX_TENANT_BYTES, MAX_BYTES // tenants)
         while room.nodes and (room.bytes > most_bytes or len(room.nodes) > MAX_TENANT_NODES):
             room.bytes -= room.nodes.popitem(last=False)[1].bytes
@@ -218,7 +218,7 @@ def _row(tenant: str, key: bytes, node: Node, size: int, held_tokens: Mapping[st
     )
 
 
-def shown(sources: Iterable[NodeRows], viewer: str | None) -> dict[str, NodeRow]:
+def visible_nodes(sources: Iterable[NodeRows], viewer: str | None) -> dict[str, NodeRow]:
     """Return a viewer's (None: an operator's) rows by id, merged and limited to the most recently used ones."""
     merged: dict[str, NodeRow] = {}
     for rows in sources:

@@ -36,7 +36,7 @@ def replica_rows(
 def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str, Any]) -> ReplicaRow:
     blocks: dict[str, int] = {}
     owners: Counter[str] = Counter()
-    place: dict[str, str] = {}
+    machine: dict[str, str] = {}
     without = lacking(samples)
     for name, labels, value in samples:
         pool_state = dict(labels).get("state")
@@ -47,7 +47,7 @@ def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str
         elif name == "warmpath_tenant_kv_cache_blocks" and value:
             owners[dict(labels).get("tenant", "")] += int(value)
         elif name == "warmpath_replica_info":
-            place = {label: told for label, told in labels if label in ("node", "gpu") and told}
+            machine = {label: value for label, value in labels if label in ("node", "gpu") and value}
     if blocks.keys() >= set(_BLOCKS.values()):
         blocks["blocks_total"] = sum(blocks[name] for name in _BLOCKS.values())
     age_s = state["report_age_s"]
@@ -56,7 +56,7 @@ def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str
         "state": "leaving" if state["away"] else "joining" if age_s is None else "serving",
         "engine": about["engine"],
         "simulated": about["simulated"],
-        **place,
+        **machine,
         **blocks,
         **({"blocks_by_owner": dict(owners.most_common(MAX_OWNERS))} if owners else {}),
         **({"without": without} if without else {}),

@@ -69,8 +69,8 @@ def figure_of(bucket: Bucket, at_s: int) -> dict[str, Any]:
 
 def _named(bucket: Bucket, prefix: str) -> dict[str, int]:
     """Return the counts whose names begin so, by the rest of their names, the largest first."""
-    found = {name.removeprefix(prefix): more for name, more in bucket.items() if str(name).startswith(prefix)}  # type: ignore[union-attr]
-    return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
+    counts = {name.removeprefix(prefix): more for name, more in bucket.items() if str(name).startswith(prefix)}  # type: ignore[union-attr]
+    return dict(sorted(counts.items(), key=lambda one: (-one[1], one[0])))
 
 
 def refusals_of(bucket: Bucket) -> list[dict[str, Any]]:
@@ -88,11 +88,11 @@ def misses_of(bucket: Bucket) -> dict[str, tuple[int, int]]:
 
 
 def _quantiles(bucket: Bucket) -> dict[str, float | None]:
-    told: dict[str, float | None] = {}
+    quantiles: dict[str, float | None] = {}
     for span in get_args(Span):
         times = {key[1]: more for key, more in bucket.items() if isinstance(key, tuple) and key[0] == span}
-        told |= {f"{span}_p{share}_s": quantile_s(times, share / 100) for share in (50, 95)}
-    return told
+        quantiles |= {f"{span}_p{share}_s": quantile_s(times, share / 100) for share in (50, 95)}
+    return quantiles
 
 
 Rings = Mapping[str | None, dict[int, Bucket]]
@@ -160,8 +160,8 @@ class Tally:
     def keep(self, tenants: Collection[str]) -> None:
         """Forget all other tenants, of which there may be any number."""
         self._look()
-        known = {None, *tenants}  # None: a value of no tenant
-        for key in [key for key in self.values if dict(key[1]).get("tenant") not in known]:
+        kept = {None, *tenants}  # None: a value of no tenant
+        for key in [key for key in self.values if dict(key[1]).get("tenant") not in kept]:
             del self.values[key]
             self._seen.pop(key, None)
             self._too_much.pop(key, None)

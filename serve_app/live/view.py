@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from serve_app.live.prefixes import Answered, NodeRow, NodeRows, node_id, shown
+from serve_app.live.prefixes import Answered, NodeRow, NodeRows, node_id, visible_nodes
 from serve_app.live.replicas import TENANTS_FIELDS, ReplicaRow, changed, left
 from serve_app.live.tally import Bucket, Rings, Total, figure_of, rows_of
 
@@ -197,7 +197,7 @@ def picture_of(facts: Facts, viewer: str | None) -> Picture:
         {"tenant": tenant, "requests": requests, "prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens}
         for tenant, (requests, prompt_tokens, cached_tokens) in sorted(sums.items())
     ]
-    nodes = shown(facts.sources, viewer)
+    nodes = visible_nodes(facts.sources, viewer)
     figures, minute = rows_of(facts.figures, viewer, facts.at_s)
     if viewer is None:
         operators = {
@@ -242,8 +242,8 @@ def difference(before: Picture, after: Picture, at_s: float) -> list[ReplicaRow]
         events.append({"type": "prefixes", "at_s": at_s, "nodes": nodes})
     figures = [row for at, row in after.figures.items() if before.figures.get(at) != row]
     if after.totals != before.totals or figures:
-        told = {"totals": after.totals, "figures": figures, "minute": figure_of(after.minute, int(at_s))}
-        events.append({"type": "totals", "at_s": at_s, **told})
+        sums = {"totals": after.totals, "figures": figures, "minute": figure_of(after.minute, int(at_s))}
+        events.append({"type": "totals", "at_s": at_s, **sums})
     old, new = before.operators, after.operators
     events += [{"type": "move", **row} for row in new.get("moves", ()) if row not in old.get("moves", ())]
     if new.get("scale") is not None and new["scale"] != old.get("scale"):

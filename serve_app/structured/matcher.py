@@ -80,17 +80,17 @@ class Matchers:
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
-        self._known: TenantsLru[str, LLMatcher | GrammarError] = TenantsLru(MAX_COMPILED)
+        self._compiled: TenantsLru[str, LLMatcher | GrammarError] = TenantsLru(MAX_COMPILED)
 
     def matcher(self, text: str, tenant: str = "") -> AnswerMatcher:
         """Return a new matcher for an answer, from a grammar in llguidance's form. Raises GrammarError."""
-        compiled = self._known.get(tenant, text)
+        compiled = self._compiled.get(tenant, text)
         if compiled is None:
             try:
                 compiled = self._compiler.compile(text)
             except GrammarError as error:
                 compiled = error
-            self._known.put(tenant, text, compiled)
+            self._compiled.put(tenant, text, compiled)
         if isinstance(compiled, GrammarError):
             raise GrammarError(str(compiled))
         return AnswerMatcher(compiled, text=text, tenant=tenant)

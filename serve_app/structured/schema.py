@@ -100,11 +100,11 @@ def followable(
     schema: dict[str, Any], level: Level = "usual", levels: Mapping[str, Level] = _NONE, steps: StepBudget | None = None
 ) -> Followable:
     """Return a schema's form. ``levels``: other levels for parts of it, by path. Raises TooMuchWorkError."""
-    found = Followable()
+    result = Followable()
     root = {name: part for name, part in schema.items() if name != "x-guidance"}  # options of llguidance
-    walk = _Walk(root, found, levels, steps or StepBudget(MAX_STEPS))
-    found.schema = False if walk.find_endless() else walk.part(root, "#", level)
-    return found
+    walk = _Walk(root, result, levels, steps or StepBudget(MAX_STEPS))
+    result.schema = False if walk.find_endless() else walk.part(root, "#", level)
+    return result
 
 
 def without_texts(schema: Any) -> Any:
@@ -133,9 +133,11 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 class _Walk:
     """A walk over one schema. References are resolved once; those with one target get one spelling."""
 
-    def __init__(self, root: dict[str, Any], found: Followable, levels: Mapping[str, Level], steps: StepBudget) -> None:
+    def __init__(
+        self, root: dict[str, Any], result: Followable, levels: Mapping[str, Level], steps: StepBudget
+    ) -> None:
         self._root = root
-        self._found = found
+        self._result = result
         self._levels = levels
         self._steps = steps
         self._targets: dict[str, tuple[str, Any]] = {}
@@ -176,28 +178,28 @@ class _Walk:
         schema = self._said(self._named(schema, path), path)
         for name in WITHOUT_FORM:
             if name in schema and level == "free":
-                self._found.left_out.append(SchemaKeyword(name, path))
+                self._result.left_out.append(SchemaKeyword(name, path))
                 del schema[name]
             elif name in schema:
-                self._found.without_form.append(SchemaKeyword(name, path))
+                self._result.without_form.append(SchemaKeyword(name, path))
         options = schema.get("oneOf")
         if isinstance(options, list) and not self._exclusive(options):
-            (self._found.without_form if level == "strict" else self._found.left_out).append(
+            (self._result.without_form if level == "strict" else self._result.left_out).append(
                 SchemaKeyword("oneOf", path)
             )
-        self._found.leaves[path] = {
+        self._result.leaves[path] = {
             name: dict.fromkeys(part, True) if name == "patternProperties" and isinstance(part, dict) else part
             for name, part in schema.items()
             if name not in (*_LISTS, *_SINGLE, *_MAPS, "$ref", "required") or name == "patternProperties"
         }
         for name, value in schema.items():
-            place = f"{path}/{_escaped(name)}"
+            pointer = f"{path}/{_escaped(name)}"
             if name in _MAPS and isinstance(value, dict):
-                schema[name] = {key: self.part(one, f"{place}/{_escaped(key)}", level) for key, one in value.items()}
+                schema[name] = {key: self.part(one, f"{pointer}/{_escaped(key)}", level) for key, one in value.items()}
             elif name in _LISTS and isinstance(value, list):
-                schema[name] = [self.part(one, f"{place}/{index}", level) for index, one in enumerate(value)]
+                schema[name] = [self.part(one, f"{pointer}/{index}", level) for index, one in enumerate(value)]
             elif name in _SINGLE:
-                schema[name] = self.part(value, place, level)
+                schema[name] = self.part(value, pointer, level)
         return schema
 
     def _said(self, schema: dict[str, Any], path: str) -> dict[str, Any]:
@@ -209,7 +211,7 @@ class _Walk:
         if "format" in schema and not (isinstance(asked, str) and asked in FORMATS):
             del schema["format"]
             if "string" in _kinds(schema) and isinstance(asked, str):
-                self._found.left_out.append(SchemaKeyword(f"format: {asked[:40]}", path))
+                self._result.left_out.append(SchemaKeyword(f"format: {asked[:40]}", path))
         for name in (one for one in _NUMBERS if one in schema):
             if not self._counts(name, schema[name]):
                 if name in ("const", "enum"):
@@ -220,7 +222,7 @@ class _Walk:
                     del schema[name]  # it says nothing
                     continue
                 del schema[name]
-                self._found.left_out.append(SchemaKeyword(name, path))
+                self._result.left_out.append(SchemaKeyword(name, path))
         standard = schema.get("$schema")
         if isinstance(standard, str) and not _STANDARD.fullmatch(standard):
             del schema["$schema"]
@@ -297,12 +299,12 @@ class _Walk:
                 del names["type"]  # all names are strings
             if (asked := names.get("format")) is not None and asked not in FORMATS:
                 del names["format"]
-                self._found.left_out.append(SchemaKeyword(f"format: {str(asked)[:40]}", f"{path}/propertyNames"))
+                self._result.left_out.append(SchemaKeyword(f"format: {str(asked)[:40]}", f"{path}/propertyNames"))
             for name in ("minLength", "maxLength"):
                 if name in names and not self._counts(name, names[name]):
                     del names[name]
                     if name == "minLength":
-                        self._found.left_out.append(SchemaKeyword(name, f"{path}/propertyNames"))
+                        self._result.left_out.append(SchemaKeyword(name, f"{path}/propertyNames"))
             if names.get("minLength") == 0:
                 del names["minLength"]
         without = {name: part for name, part in schema.items() if name != "propertyNames"}

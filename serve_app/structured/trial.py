@@ -188,13 +188,13 @@ def _read(descriptor: int) -> bytes:
 
 
 def _exactly(descriptor: int, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        part = os.read(descriptor, size - len(found))
+    data = bytearray()
+    while len(data) < size:
+        part = os.read(descriptor, size - len(data))
         if not part:
             return b""
-        found += part
-    return bytes(found)
+        data += part
+    return bytes(data)
 
 
 def main() -> None:

@@ -44,20 +44,20 @@ class TokenTexts:
 
     def special(self, words: Iterable[str]) -> dict[int, str]:
         """Return the special tokens among the words, by id."""
-        wanted = frozenset(words)
-        return {token_id: word for token_id, word in self._special.items() if word in wanted}
+        names = frozenset(words)
+        return {token_id: word for token_id, word in self._special.items() if word in names}
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token of a byte-level tokenizer; b"" for a special or unknown one."""
-        known = self._bytes.get(token_id)
-        if known is None:
+        raw = self._bytes.get(token_id)
+        if raw is None:
             token: str | None = self._tokenizer.id_to_token(token_id)
             if token is None:
                 return b""
             codes = [self._byte_of_char.get(char, -1) for char in token]
-            known = token.encode() if -1 in codes else bytes(codes)
-            self._bytes[token_id] = known
-        return known
+            raw = token.encode() if -1 in codes else bytes(codes)
+            self._bytes[token_id] = raw
+        return raw
 
     def shown_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token for display in a token list. Special tokens are shown by name."""
@@ -80,15 +80,15 @@ class Detokenizer:
 
     Byte-level BPE (Llama 3, Qwen, the demo model): exact, with constant work per token. Others: a window of the tokens
     since the last text, because sentencepiece drops a first space. There, a run of byte tokens may differ if it becomes
-    invalid, or looks unfinished for ``MAX_HELD_TOKENS``. ``shown``: special tokens that are also text.
+    invalid, or looks unfinished for ``MAX_HELD_TOKENS``. ``special``: special tokens that are also text.
     """
 
-    def __init__(self, texts: TokenTexts, shown: Mapping[int, str] | None = None) -> None:
+    def __init__(self, texts: TokenTexts, special: Mapping[int, str] | None = None) -> None:
         self._texts = texts
-        self._shown = {token_id: text.encode() for token_id, text in shown.items()} if shown else {}
+        self._special_texts = {token_id: text.encode() for token_id, text in special.items()} if special else {}
         self._utf8 = utf_8.IncrementalDecoder("replace")
-        self._shown_ids: list[int] = []
-        self._held_ids: list[int] = []
+        self._released_ids: list[int] = []
+        self._pending_ids: list[int] = []
 
     def shown_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token (see ``TokenTexts.shown_bytes``)."""
@@ -98,7 +98,7 @@ class Detokenizer:
         """Return the text completed by ``token_ids``. An incomplete character is kept for later."""
         texts = self._texts
         if texts.byte_level:
-            raw = b"".join([self._shown.get(i) or texts.token_bytes(i) for i in token_ids])
+            raw = b"".join([self._special_texts.get(i) or texts.token_bytes(i) for i in token_ids])
             # ASCII, the most common text, needs no decoder unless the decoder holds bytes back.
             return raw.decode("ascii") if raw.isascii() and not self._utf8.buffer else self._utf8.decode(raw)
         return "".join(map(self._push_one, token_ids))
@@ -107,29 +107,29 @@ class Detokenizer:
         """Return the text still held, with U+FFFD for an incomplete character."""
         if self._texts.byte_level:
             return self._utf8.decode(b"", final=True)
-        return self._show(self._window_text()) if self._held_ids else ""
+        return self._show(self._window_text()) if self._pending_ids else ""
 
     def _push_one(self, token_id: int) -> str:
-        if token_id in self._shown:
-            return self.flush() + self._shown[token_id].decode()
+        if token_id in self._special_texts:
+            return self.flush() + self._special_texts[token_id].decode()
         if self._texts.is_special(token_id):
             return ""
-        self._held_ids.append(token_id)
+        self._pending_ids.append(token_id)
         text = self._window_text()
-        if text.endswith("\ufffd") and len(self._held_ids) < MAX_HELD_TOKENS:
+        if text.endswith("\ufffd") and len(self._pending_ids) < MAX_HELD_TOKENS:
             return ""
         return self._show(text)
 
     def _window_text(self) -> str:
-        return self._texts.decode(self._shown_ids + self._held_ids)
+        return self._texts.decode(self._released_ids + self._pending_ids)
 
     def _show(self, window_text: str) -> str:
-        new = window_text[len(self._texts.decode(self._shown_ids)) :] if self._shown_ids else window_text
-        if new or not self._shown_ids:
-            self._shown_ids = self._held_ids
+        new = window_text[len(self._texts.decode(self._released_ids)) :] if self._released_ids else window_text
+        if new or not self._released_ids:
+            self._released_ids = self._pending_ids
         else:
-            self._shown_ids = self._shown_ids + self._held_ids
-        self._held_ids = []
+            self._released_ids = self._released_ids + self._pending_ids
+        self._pending_ids = []
         return new
 
 
@@ -160,13 +160,13 @@ class _Beginning:
     def after(self, char: str) -> "_Beginning":
         """Return the longest beginning with which a text ends after this one and one more character."""
         state = self
-        while (found := state._longer.get(char)) is None:
+        while (longer := state._longer.get(char)) is None:
             if char in state._words:
                 return state._make(char)
             if state._shorter is None:
                 return state
             state = state._shorter
-        return found
+        return longer
 
     def _make(self, char: str) -> "_Beginning":
         shorter = self if self._shorter is None else self._shorter.after(char)
@@ -187,7 +187,7 @@ class StopChecker:
         self._stop = stop
         self._include = include
         self._at = self._begin = _Beginning(stop)
-        self._held = ""
+        self._buffer = ""
         self._stopped = False
         self.found = ""
 
@@ -195,22 +195,22 @@ class StopChecker:
         """Return (text to show, whether a stop string was found). ``early``: ignore stop strings that end here."""
         if not self._stop or self._stopped:
             return ("" if self._stopped else text), self._stopped
-        seen, at = self._held + text, self._at
-        for end, char in enumerate(text, len(self._held) + 1):
+        seen, at = self._buffer + text, self._at
+        for end, char in enumerate(text, len(self._buffer) + 1):
             at = at.after(char)
             if at.whole and not early:
                 start = end - at.whole
-                self._held, self._stopped = "", True
+                self._buffer, self._stopped = "", True
                 self.found = seen[start:end]
                 return seen[: end if self._include else start], True
         self._at = at
-        self._held = seen[len(seen) - at.open :]
+        self._buffer = seen[len(seen) - at.open :]
         return seen[: len(seen) - at.open], False
 
     def flush(self) -> str:
         """Return the text held back, after an end without a complete stop string."""
-        held, self._held, self._at = self._held, "", self._begin
-        return held
+        buffer, self._buffer, self._at = self._buffer, "", self._begin
+        return buffer
 
 
 def held_back(text: str, word: str) -> int:

@@ -139,14 +139,14 @@ def left_out(messages: Sequence[TemplateMessage], text: str) -> int | None:
             *((said[0],) if said else ()),
             *(call["function"]["name"] for call in message.get("tool_calls") or ()),
         ):
-            found = text.find(word, at)
-            if found < 0:
-                searched += (found := text.find(word)) + len(text) - at
-                if found < 0:
+            position = text.find(word, at)
+            if position < 0:
+                searched += (position := text.find(word)) + len(text) - at
+                if position < 0:
                     return index
                 if searched > _SEARCHES * len(text):
                     return None  # a template that writes in another order; each further word could cost as much
-            at = max(at, found)
+            at = max(at, position)
     return None
 
 
@@ -161,11 +161,11 @@ def _joined(*neighbours: TemplateMessage) -> TemplateMessage:
 
 
 def _join_neighbours(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-    told: list[TemplateMessage] = []
+    mended: list[TemplateMessage] = []
     for role, group in groupby(messages, itemgetter("role")):
         neighbours = [*group]
-        told += [_joined(*neighbours)] if role in ("user", "assistant") and neighbours[1:] else neighbours
-    return told
+        mended += [_joined(*neighbours)] if role in ("user", "assistant") and neighbours[1:] else neighbours
+    return mended
 
 
 def _leading(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
@@ -209,28 +209,28 @@ def _systems_to_user(messages: Sequence[TemplateMessage]) -> list[TemplateMessag
 
 def _bridged(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Put empty messages between, so that users and assistants alternate, a user first; calls do not count."""
-    told: list[TemplateMessage] = []
+    mended: list[TemplateMessage] = []
     before = "assistant"
     for message in messages:
         role = message["role"]
         if role in ("user", "assistant") and not message.get("tool_calls"):
             if role == before:
-                told.append({"role": "user" if role == "assistant" else "assistant", "content": ""})
+                mended.append({"role": "user" if role == "assistant" else "assistant", "content": ""})
             before = role
-        told.append(message)
-    return told
+        mended.append(message)
+    return mended
 
 
 def _calls_one_by_one(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Give each call a message of its own, with its results behind it."""
-    told: list[TemplateMessage] = []
+    mended: list[TemplateMessage] = []
     index = 0
     while index < len(messages):
         message = messages[index]
         calls = message.get("tool_calls") or ()
         index += 1
         if len(calls) < 2:
-            told.append(message)
+            mended.append(message)
             continue
         results: list[TemplateMessage] = []
         while index < len(messages) and messages[index]["role"] == "tool":
@@ -242,20 +242,20 @@ def _calls_one_by_one(messages: Sequence[TemplateMessage]) -> list[TemplateMessa
         ids = {call.get("id") for call in calls}
         for number, call in enumerate(calls):
             said = message if not number else {"role": "assistant", "content": ""}
-            told.append({**said, "tool_calls": [call]})
-            told += by_id.pop(call.get("id"), ())
-        told += (result for result in results if result.get("tool_call_id") not in ids)
-    return told
+            mended.append({**said, "tool_calls": [call]})
+            mended += by_id.pop(call.get("id"), ())
+        mended += (result for result in results if result.get("tool_call_id") not in ids)
+    return mended
 
 
 def _text_before_calls(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-    told: list[TemplateMessage] = []
+    mended: list[TemplateMessage] = []
     for message in messages:
         if message.get("tool_calls") and message.get("content"):
-            told.append({name: value for name, value in message.items() if name != "tool_calls"})
+            mended.append({name: value for name, value in message.items() if name != "tool_calls"})
             message = {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}
-        told.append(message)
-    return told
+        mended.append(message)
+    return mended
 
 
 def _names_of_calls(messages: Sequence[TemplateMessage]) -> Iterator[tuple[TemplateMessage, str]]:
@@ -273,17 +273,17 @@ def _name_results(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
 
 
 def _calls_to_text(messages: Sequence[TemplateMessage], form: str = "{}") -> list[TemplateMessage]:
-    told: list[TemplateMessage] = []
+    mended: list[TemplateMessage] = []
     for message, name in _names_of_calls(messages):
         if message["role"] == "tool":
-            told.append({"role": "user", "content": f"{name or 'A tool'} returned:\n{message['content']}"})
+            mended.append({"role": "user", "content": f"{name or 'A tool'} returned:\n{message['content']}"})
         elif message.get("tool_calls"):
             calls = (form.format(json.dumps(call["function"], ensure_ascii=False)) for call in message["tool_calls"])
             content = "\n".join(filter(None, (message.get("content"), *calls)))
-            told.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content})
+            mended.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content})
         else:
-            told.append(message)
-    return told
+            mended.append(message)
+    return mended
 
 
 _CALL_FORM = "<tool_call>\n{}\n</tool_call>"
@@ -303,9 +303,9 @@ def _tools_to_text(chat: Chat) -> Chat:
     messages = _calls_to_text(chat.messages, _CALL_FORM)
     tools = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in chat.tools)
     example = _CALL_FORM.format('{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}')
-    told = {"role": "system", "content": _TOOLS_SAID.format(tools=tools, call=example)}
+    instruction = {"role": "system", "content": _TOOLS_SAID.format(tools=tools, call=example)}
     leading = len(_leading(messages))
-    return Chat([*messages[:leading], told, *messages[leading:]])
+    return Chat([*messages[:leading], instruction, *messages[leading:]])
 
 
 def _arguments_to_text(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
@@ -324,29 +324,29 @@ def _short_id(call_id: str) -> str:
     if len(call_id) == _ID_CHARS and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(blake2b(call_id.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
-    return "".join(_ID_LETTERS[number // 62**place % 62] for place in range(_ID_CHARS))
+    return "".join(_ID_LETTERS[number // 62**index % 62] for index in range(_ID_CHARS))
 
 
 def _shorten_ids(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Give calls and results ids of nine letters and digits; a result without an id gets the next call's."""
-    told: list[TemplateMessage] = []
+    mended: list[TemplateMessage] = []
     unanswered: OrderedDict[str, None] = OrderedDict()
     for number, message in enumerate(messages):
         if message.get("tool_calls"):
-            ids = [call.get("id") or f"{number} {place}" for place, call in enumerate(message["tool_calls"])]
+            ids = [call.get("id") or f"{number} {index}" for index, call in enumerate(message["tool_calls"])]
             calls = [{**call, "id": _short_id(own)} for call, own in zip(message["tool_calls"], ids, strict=True)]
             unanswered, message = OrderedDict.fromkeys(ids), {**message, "tool_calls": calls}
         elif message["role"] == "tool":
             given = message.get("tool_call_id") or next(iter(unanswered), "")
             unanswered.pop(given, None)
             message = {**message, "tool_call_id": _short_id(given)}
-        told.append(message)
-    return told
+        mended.append(message)
+    return mended
 
 
 def _name_ids(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Make ids of functions' names and a call's number; results get their call's."""
-    told, ids, number = list[TemplateMessage](), dict[Any, str](), 0
+    mended, ids, number = list[TemplateMessage](), dict[Any, str](), 0
     for message in messages:
         if message.get("tool_calls"):
             calls = []
@@ -358,8 +358,8 @@ def _name_ids(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
             message = {**message, "tool_calls": calls}
         elif message["role"] == "tool" and message.get("tool_call_id") in ids:
             message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
-        told.append(message)
-    return told
+        mended.append(message)
+    return mended
 
 
 def _contents_to_parts(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
@@ -408,7 +408,7 @@ REPAIRS: Mapping[str, Repair] = {
 """All repairs, in the order in which they are made."""
 
 
-def _told(role: str, mark: str, **more: Any) -> TemplateMessage:
+def _message(role: str, mark: str, **more: Any) -> TemplateMessage:
     return {"role": role, "content": mark, **more}
 
 
@@ -419,17 +419,17 @@ def _call(number: int = 1) -> Mapping[str, Any]:
 
 
 def _result(number: int = 1) -> TemplateMessage:
-    return _told("tool", f"qzresult{number}", tool_call_id=_call(number)["id"])
+    return _message("tool", f"qzresult{number}", tool_call_id=_call(number)["id"])
 
 
-_S, _T, _X = (_told("system", f"qzsystem{number}") for number in range(3))
-_U, _V, _W = (_told("user", f"qzuser{number}") for number in range(3))
-_A, _B = (_told("assistant", f"qzanswer{number}") for number in range(2))
-_NOTHING, _SILENCE = _told("user", ""), _told("assistant", "")
-_C, _D = (_told("assistant", "", tool_calls=[_call(number)]) for number in (1, 2))
-_BOTH = _told("assistant", "", tool_calls=[_call(1), _call(2)])
-_TEXT_AND_CALL = _told("assistant", "qzanswer9", tool_calls=[_call()])
-_TEXT_AND_SECOND = _told("assistant", "qzanswer8", tool_calls=[_call(2)])
+_S, _T, _X = (_message("system", f"qzsystem{number}") for number in range(3))
+_U, _V, _W = (_message("user", f"qzuser{number}") for number in range(3))
+_A, _B = (_message("assistant", f"qzanswer{number}") for number in range(2))
+_NOTHING, _SILENCE = _message("user", ""), _message("assistant", "")
+_C, _D = (_message("assistant", "", tool_calls=[_call(number)]) for number in (1, 2))
+_BOTH = _message("assistant", "", tool_calls=[_call(1), _call(2)])
+_TEXT_AND_CALL = _message("assistant", "qzanswer9", tool_calls=[_call()])
+_TEXT_AND_SECOND = _message("assistant", "qzanswer8", tool_calls=[_call(2)])
 _THOUGHT = {**_TEXT_AND_CALL, "reasoning": "thought", "reasoning_content": "thought"}
 _R, _Q = _result(), _result(2)
 _PARAMETERS = {"type": "object", "properties": {"qzparameter": {"type": "string"}}, "required": ["qzparameter"]}

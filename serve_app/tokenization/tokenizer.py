@@ -245,9 +245,9 @@ class PromptTokenizer:
         chars = sum(map(len, words))
         return encode() if chars <= INLINE_BYTES // 4 else await self._workers.run(tenant, chars, encode)
 
-    def decoder(self, shown: Iterable[str] = ()) -> Detokenizer:
-        """Return a decoder for the tokens of one answer. ``shown``: special tokens that it does not omit."""
-        return Detokenizer(self._texts, self._texts.special(shown) if shown else None)
+    def decoder(self, special: Iterable[str] = ()) -> Detokenizer:
+        """Return a decoder for the tokens of one answer. ``special``: special tokens that it does not omit."""
+        return Detokenizer(self._texts, self._texts.special(special) if special else None)
 
     def _find_template_ids(self) -> tuple[TokenArray, TokenArray]:
         """Return the ids that ``add_special_tokens`` puts before and after a text that is cut into segments."""

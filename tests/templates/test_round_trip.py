@@ -15,7 +15,7 @@ from serve_app.generation.answer import Piece
 from serve_app.generation.tool_calls.call_reader import CallReader, WholeChoice
 from serve_app.generation.tool_calls.formats import FORMATS
 from serve_app.generation.tool_calls.reader import AnswerReaders
-from serve_app.generation.tool_calls.round_trip import CALLS, MADE_UP, found_parser, written_turns
+from serve_app.generation.tool_calls.round_trip import CALLS, MADE_UP, find_parser, written_turns
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.variants import variant_of
 from tests.templates.wheel import chat_templates, each_template
@@ -48,7 +48,7 @@ def test_a_templates_calls_are_read_back_or_named(name: str, tmp_path: Path) -> 
     if tokenizer.template.tells_tools:
         assert AnswerReaders(tokenizer, "auto").unread == ""  # a message tells the form of calls
         return
-    parser, turns = found_parser(tokenizer), list(written_turns(tokenizer.template, lambda call, at: f"abcdefgh{at}"))
+    parser, turns = find_parser(tokenizer), list(written_turns(tokenizer.template, lambda call, at: f"abcdefgh{at}"))
     read_by_the_library = name == "gpt-oss" and importlib.util.find_spec("openai_harmony") is not None
     assert bool(AnswerReaders(tokenizer, "auto").unread) == (not parser) or read_by_the_library
     if parser not in FORMATS:

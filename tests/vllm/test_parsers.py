@@ -15,7 +15,7 @@ from serve_app.engine.protocol import FinishReason
 from serve_app.engine.vllm import parsers
 from serve_app.generation.tool_calls.call_reader import WholeChoice
 from serve_app.generation.tool_calls.reader import AnswerReaders
-from serve_app.generation.tool_calls.round_trip import found_parser
+from serve_app.generation.tool_calls.round_trip import find_parser
 from serve_app.generation.tool_calls.vllm_reader import check_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.generation.outputs import output
@@ -136,7 +136,7 @@ def test_vllms_parser_is_found_by_what_a_template_writes(demo_model_path: Path, 
 {% endif %}""".replace("@", "]<]minimax[>[")
     (variant_of(demo_model_path, tmp_path / "model") / "chat_template.jinja").write_text(template)
     tokenizer = PromptTokenizer(tmp_path / "model")
-    assert found_parser(tokenizer) == "minimax_m3"
+    assert find_parser(tokenizer) == "minimax_m3"
     readers = AnswerReaders(tokenizer, "auto")
     assert readers.unread == ""
     text = '@<tool_call>\n@<invoke name="get_weather">@<city>Oslo@</city>@</invoke>\n@</tool_call>'

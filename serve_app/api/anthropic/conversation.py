@@ -89,8 +89,8 @@ class ConversationReader:
             raise InvalidRequest(f"{path} must be an object with a role, one of {', '.join(ROLES)}.", param=path)
         if role == "system" and message.get("clear_at") == UNTIL_USER and index < last_user:
             return
-        known = {"role", "content", "clear_at"} if role == "system" else {"role", "content"}
-        self.ignored.update(f"messages[].{name}" for name in message.keys() - known)
+        read = {"role", "content", "clear_at"} if role == "system" else {"role", "content"}
+        self.ignored.update(f"messages[].{name}" for name in message.keys() - read)
         if isinstance(content, str):
             self.messages.append({"role": role, "content": content})
             self._last_ttl_s = 0.0
@@ -186,8 +186,8 @@ class ConversationReader:
         if kind == "compaction" and not block.get("content") and not block.get("encrypted_content"):
             return ""  # it failed
         if kind != "text":
-            shown = self._with_definition(block)
-            return as_text(shown, path, "messages[].content[]", MESSAGE_BLOCKS, self.ignored)
+            defined = self._with_definition(block)
+            return as_text(defined, path, "messages[].content[]", MESSAGE_BLOCKS, self.ignored)
         text = block.get("text")
         if not isinstance(text, str):
             raise InvalidRequest(f"{path}.text must be a string.", param=f"{path}.text")
@@ -224,8 +224,8 @@ class ConversationReader:
     def _reason(self) -> None:
         """Add the reasoning of all blocks so far to the last message at once, for the same reason as ``_join``."""
         if self._reasoning:
-            told = "".join((self.messages[-1].get("reasoning", ""), *self._reasoning))
-            self.messages[-1].update(reasoning_fields(told))
+            reasoning = "".join((self.messages[-1].get("reasoning", ""), *self._reasoning))
+            self.messages[-1].update(reasoning_fields(reasoning))
             self._reasoning.clear()
 
     def _add_text(self, block: dict[str, Any], path: str) -> None:

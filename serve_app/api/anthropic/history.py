@@ -58,28 +58,28 @@ class MessageHistory:
         self._complete = complete
         self._rooms: OrderedDict[str, OrderedDict[str, tuple[RequestDigests, int, int]]] = OrderedDict()
 
-    def compare(self, tenant: str, message_id: str, asked: RequestDigests, usage: Usage) -> dict[str, Any] | None:
+    def compare(self, tenant: str, message_id: str, digests: RequestDigests, usage: Usage) -> dict[str, Any] | None:
         """Store a request; return its ``diagnostics``, None if it continues the previous one unchanged."""
         room = self._rooms.setdefault(tenant, OrderedDict())
         self._rooms.move_to_end(tenant)
         if len(self._rooms) > MAX_TENANTS:
             self._rooms.popitem(last=False)
-        before = room.get(asked.previous_id or "")
-        last = RequestDigests(asked.model, asked.system, asked.tools, asked.messages[-1:])
-        room[message_id] = last, len(asked.messages), usage.prompt_tokens
+        before = room.get(digests.previous_id or "")
+        last = RequestDigests(digests.model, digests.system, digests.tools, digests.messages[-1:])
+        room[message_id] = last, len(digests.messages), usage.prompt_tokens
         if len(room) > MAX_MESSAGES:
             room.popitem(last=False)
-        if asked.previous_id is None:
+        if digests.previous_id is None:
             return None
         if before is None:
             kind = "previous_message_not_found" if self._complete else "unavailable"
             return {"cache_miss_reason": {"type": kind}}
         was, count, prompt_tokens = before
         changes = {
-            "model_changed": asked.model != was.model,
-            "system_changed": asked.system != was.system,
-            "tools_changed": asked.tools != was.tools,
-            "messages_changed": asked.messages[count - 1 : count] != was.messages,
+            "model_changed": digests.model != was.model,
+            "system_changed": digests.system != was.system,
+            "tools_changed": digests.tools != was.tools,
+            "messages_changed": digests.messages[count - 1 : count] != was.messages,
         }
         changed = next((kind for kind, differs in changes.items() if differs), None)
         if changed is None:

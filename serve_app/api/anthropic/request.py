@@ -187,8 +187,11 @@ class CountTokensBody(JsonBody):
         managed, form = self.context_management or {}, self.output_config.format or {}
         if any(edit not in _HARMLESS_EDITS for edit in managed.get("edits") or ()):
             read.ignored.add("context_management.edits")
-        for path, given, known in (("context_management", managed, {"edits"}), ("output_config.format", form, _FORMAT)):
-            read.ignored.update(f"{path}.{name}" for name in given.keys() - known if given[name] is not None)
+        for path, given, read_fields in (
+            ("context_management", managed, {"edits"}),
+            ("output_config.format", form, _FORMAT),
+        ):
+            read.ignored.update(f"{path}.{name}" for name in given.keys() - read_fields if given[name] is not None)
         read.ignored.update(self.unread_inside())
         if read.messages[-1] == {"role": "assistant", "content": ""} and len(read.messages) > 1:
             del read.messages[-1]  # the same as to ask for an answer
@@ -231,12 +234,12 @@ class CountTokensBody(JsonBody):
         return tool_use(functions, kind, allowed, parallel=not choice.disable_parallel_tool_use)
 
     def _grammar(self) -> Grammar | None:
-        asked, field = self.output_config.format, "output_config.format"
-        if asked is None:
+        form, field = self.output_config.format, "output_config.format"
+        if form is None:
             return None
-        if asked.get("type") != "json_schema" or not isinstance(asked.get("schema"), dict):
+        if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
             raise InvalidRequest(f"{field} must have the type json_schema and a schema, an object.", param=field)
-        return Grammar.json_schema(asked["schema"], f"{field}.schema")
+        return Grammar.json_schema(form["schema"], f"{field}.schema")
 
 
 class MessagesBody(CountTokensBody):
@@ -283,13 +286,13 @@ class MessagesBody(CountTokensBody):
             priority=hints.priority,
             unknown=(*prompt.unknown, *unknown_fields(hints.unread, ())),
             cache_diagnostics=self.diagnostics is not None,
-            repeated={"diagnostics": self._asked(prompt), **self._edits()},
+            repeated={"diagnostics": self._digests(prompt), **self._edits()},
         )
 
     def _edits(self) -> dict[str, Any]:
         return {} if self.context_management is None else {"context_management": {"applied_edits": []}}
 
-    def _asked(self, prompt: ChatRequest) -> RequestDigests:
+    def _digests(self, prompt: ChatRequest) -> RequestDigests:
         """Return the digests that the answer's format compares with an earlier request."""
         messages = prompt.messages
         at = 1 if messages[0]["role"] == "system" else 0
@@ -324,7 +327,7 @@ def _session(metadata: Any) -> str:
 
 def _tools_in(messages: Iterable[Any]) -> dict[str, MessageTool]:
     """Return the tools that system messages define, by name. Raises InvalidRequest for an invalid one."""
-    found: dict[str, MessageTool] = {}
+    tools: dict[str, MessageTool] = {}
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) and message.get("role") == "system" else None
         for number, block in enumerate(content if isinstance(content, list) else ()):
@@ -340,8 +343,8 @@ def _tools_in(messages: Iterable[Any]) -> dict[str, MessageTool]:
                     tool = MessageTool.checked(defined)
                 except InvalidRequest as error:
                     raise InvalidRequest(f"{path}.{error.message}", param=path) from error
-                found[tool.name] = tool
-    return found
+                tools[tool.name] = tool
+    return tools
 
 
 def parse_messages(body: bytes, *, follow_rules: bool = True) -> ChatRequest:

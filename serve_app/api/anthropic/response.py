@@ -162,10 +162,10 @@ class _Stream:
 
     def usage(self, usage: Usage) -> bytes:
         """End the stream with the stop reason and usage, which is always included."""
-        shown = {name: value for name, value in _usage(usage).items() if name not in _STARTED_WITH}
-        told = {} if usage.cache_miss is None else {"diagnostics": _with_miss(self._diagnostics, usage)}
+        final = {name: value for name, value in _usage(usage).items() if name not in _STARTED_WITH}
+        diagnostics = {} if usage.cache_miss is None else {"diagnostics": _with_miss(self._diagnostics, usage)}
         delta = {**self._stop, "container": None}
-        return _event("message_delta", delta=delta, usage=shown, **told) + _event("message_stop")
+        return _event("message_delta", delta=delta, usage=final, **diagnostics) + _event("message_stop")
 
     def error(self, error: WarmpathError) -> bytes:
         """End with an event that holds the error."""
@@ -193,8 +193,8 @@ class _Stream:
 
 def message_head(head: AnswerHead, usage: Usage, compare: Compare) -> dict[str, Any]:
     """Return the fields of a message that precede its content; this also compares and stores the request."""
-    message_id, asked = f"msg_{head.answer_id}", head.repeated["diagnostics"]
-    assert isinstance(asked, RequestDigests)
+    message_id, digests = f"msg_{head.answer_id}", head.repeated["diagnostics"]
+    assert isinstance(digests, RequestDigests)
     return {
         "id": message_id,
         "type": "message",
@@ -202,7 +202,7 @@ def message_head(head: AnswerHead, usage: Usage, compare: Compare) -> dict[str, 
         "model": head.model,
         "container": None,
         "usage": _usage(usage),
-        "diagnostics": _with_miss(compare(message_id, asked, usage), usage),
+        "diagnostics": _with_miss(compare(message_id, digests, usage), usage),
         **{name: value for name, value in head.repeated.items() if name != "diagnostics"},
     }
 
@@ -216,11 +216,11 @@ def _with_miss(diagnostics: dict[str, Any] | None, usage: Usage) -> dict[str, An
 
 
 def _stop(reason: ApiFinishReason, stop_sequence: str) -> dict[str, Any]:
-    shown = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reason, "end_turn")
+    stop_reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reason, "end_turn")
     if reason == "stop" and stop_sequence:
-        shown = "stop_sequence"
-    told = stop_sequence if shown == "stop_sequence" else None
-    return {"stop_reason": shown, "stop_sequence": told, "stop_details": None}
+        stop_reason = "stop_sequence"
+    stopped_by = stop_sequence if stop_reason == "stop_sequence" else None
+    return {"stop_reason": stop_reason, "stop_sequence": stopped_by, "stop_details": None}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -261,11 +261,11 @@ def _text_block(text: str) -> dict[str, Any]:
 
 
 def _tool_use_block(call_id: str, name: str, made: dict[str, Any]) -> dict[str, Any]:
-    called = {"id": _shown_id(call_id), "name": name, "input": made, "caller": {"type": "direct"}}
+    called = {"id": _prefixed_id(call_id), "name": name, "input": made, "caller": {"type": "direct"}}
     return {"type": "tool_use", **called}
 
 
-def _shown_id(call_id: str) -> str:
+def _prefixed_id(call_id: str) -> str:
     return CALL_PREFIX + call_id.removeprefix("call_")
 
 

@@ -28,8 +28,8 @@ def _is_ttl(ttl: str) -> str:
 
 def _seconds(ttl: Any) -> float:
     """Return a time's seconds, 0 for an invalid one."""
-    found = re.fullmatch(r"([1-9]\d{0,4})([smh])", ttl) if isinstance(ttl, str) else None
-    seconds = float(found[1]) * _UNITS_S[found[2]] if found else 0.0
+    match = re.fullmatch(r"([1-9]\d{0,4})([smh])", ttl) if isinstance(ttl, str) else None
+    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     return seconds if seconds <= DAY_S else 0.0
 
 
@@ -50,9 +50,9 @@ class Mark(NamedTuple):
 
 def take_marks(unread: set[str]) -> bool:
     """Return whether conversations' parts have marks: then they are among the ``unread`` fields, and are taken out."""
-    found = {path for path in unread if path.endswith(f".content[].{MARK}")}
-    unread -= found
-    return bool(found)
+    marks = {path for path in unread if path.endswith(f".content[].{MARK}")}
+    unread -= marks
+    return bool(marks)
 
 
 def marks_in(items: Sequence[Any], ttl: str | None, path: str) -> list[Mark]:
@@ -60,16 +60,16 @@ def marks_in(items: Sequence[Any], ttl: str | None, path: str) -> list[Mark]:
 
     ``ttl``: of marks that say none. ``path``: of the items, for errors.
     """
-    found: deque[tuple[int, str, int, float]] = deque(maxlen=MAX_MARKS)
+    marks: deque[tuple[int, str, int, float]] = deque(maxlen=MAX_MARKS)
     for at, item in enumerate(items):
         for name in _PARTS:
             parts = item.get(name) if isinstance(item, dict) else None
             for number, part in enumerate(parts if isinstance(parts, list) else ()):
                 if isinstance(part, dict) and part.get(MARK) is not None:
                     ttl_s = _ttl_s(part[MARK], ttl, f"{path}[{at}].{name}[{number}].{MARK}")
-                    found.append((at, name, number, ttl_s))
+                    marks.append((at, name, number, ttl_s))
     # Only now: every mark's own copy of the parts before it would be a square.
-    return [Mark(at, {**items[at], name: items[at][name][: number + 1]}, ttl_s) for at, name, number, ttl_s in found]
+    return [Mark(at, {**items[at], name: items[at][name][: number + 1]}, ttl_s) for at, name, number, ttl_s in marks]
 
 
 def _ttl_s(mark: Any, ttl: str | None, field: str) -> float:

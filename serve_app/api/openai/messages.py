@@ -91,21 +91,21 @@ def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, 
     if not isinstance(content, str):
         absent = content is None and role in ("assistant", "tool", "function")
         content = "" if absent else joined(content, f"messages[{index}].content", in_parts, thoughts)
-    shown: dict[str, Any] = {"role": _ROLES[role], "content": content}
+    written: dict[str, Any] = {"role": _ROLES[role], "content": content}
     if len(message) > 2 or "content" not in message or thoughts or role == "function":
         if (name := message.get("name")) is not None:
-            shown["name"] = name
+            written["name"] = name
         unread = (field for field, roles in _OF_ROLES.items() if role not in roles and message.get(field))
         in_parts.update(f"messages[].{field}" for field in unread)
         if message.get("tool_call_id"):
-            shown["tool_call_id"] = call_id(message["tool_call_id"], f"messages[{index}].tool_call_id")
+            written["tool_call_id"] = call_id(message["tool_call_id"], f"messages[{index}].tool_call_id")
         if role == "function":
-            shown["tool_call_id"] = f"call_{message.get('name')}"
+            written["tool_call_id"] = f"call_{message.get('name')}"
         if role == "assistant":  # what it said instead of a content
-            shown["content"] = content + (message.get("refusal") or "")
+            written["content"] = content + (message.get("refusal") or "")
         reasoning = message.get("reasoning_content") or message.get("reasoning") or "".join(thoughts or ())
         if reasoning and role == "assistant":
-            shown |= reasoning_fields(reasoning)
+            written |= reasoning_fields(reasoning)
         path = f"messages[{index}].tool_calls"
         calls = [(f"{path}[{i}]", call) for i, call in enumerate(message.get("tool_calls") or ())]
         if function := message.get("function_call"):  # OpenAI's older form, without ids
@@ -115,8 +115,8 @@ def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, 
         if calls:
             if role != "assistant":
                 raise InvalidRequest(f"{path} is for an assistant's message.", param=path)
-            shown["tool_calls"] = [call_for_template(call, where, in_parts) for where, call in calls]
-    return shown
+            written["tool_calls"] = [call_for_template(call, where, in_parts) for where, call in calls]
+    return written
 
 
 def joined(

@@ -85,11 +85,11 @@ _BIASES = f"an object with at most {MAX_BIASES} token ids as names and numbers f
 def _biases(value: Any) -> Any:
     """Name the first entry that is wrong."""
     for name, bias in value.items() if isinstance(value, dict) else ():
-        shown = {"name": repr(name[:32]), "bias": repr(bias)[:32]}
+        entry = {"name": repr(name[:32]), "bias": repr(bias)[:32]}
         if re.fullmatch(_ID, name, re.ASCII) is None:
-            raise PydanticCustomError("must_be", f"{_BIASES}; {{name}} is not a token id", shown)
+            raise PydanticCustomError("must_be", f"{_BIASES}; {{name}} is not a token id", entry)
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise PydanticCustomError("must_be", f"{_BIASES}, and that of {{name}} is {{bias}}", shown)
+            raise PydanticCustomError("must_be", f"{_BIASES}, and that of {{name}} is {{bias}}", entry)
     return value
 
 
@@ -148,26 +148,26 @@ class SamplingBody(JsonBody):
     @property
     def grammar(self) -> Grammar | None:
         """The grammar of the answer; None: any text. Raises InvalidRequest."""
-        asked = of_format(self.response_format, "response_format", "json_schema")
+        form = of_format(self.response_format, "response_format", "json_schema")
         other = _of_structured_outputs(self.structured_outputs)
-        if asked is not None and other is not None:
+        if form is not None and other is not None:
             raise InvalidRequest("structured_outputs does not go with response_format.", param="structured_outputs")
-        return asked or other
+        return form or other
 
 
-def of_format(asked: Mapping[str, Any] | None, field: str, inner: str = "") -> Grammar | None:
+def of_format(form: Mapping[str, Any] | None, field: str, inner: str = "") -> Grammar | None:
     """Return the grammar of a format (text, any JSON, or JSON by a schema), None for text.
 
     ``inner``: its field that holds the schema, "" if the format itself does. Raises InvalidRequest.
     """
-    match (asked or {"type": "text"}).get("type"):
+    match (form or {"type": "text"}).get("type"):
         case "text":
             return None
         case "json_object":
             return Grammar.json_object(field)
         case "json_schema":
-            assert asked is not None
-            named = asked.get(inner) if inner else asked
+            assert form is not None
+            named = form.get(inner) if inner else form
             schema = named.get("schema") if isinstance(named, dict) else None
             path = f"{field}.{inner}" if inner else f"{field}.schema"
             if not isinstance(schema, dict):
@@ -178,8 +178,8 @@ def of_format(asked: Mapping[str, Any] | None, field: str, inner: str = "") -> G
     raise InvalidRequest(f"{field}.type must be {_FORMATS}.", param=f"{field}.type")
 
 
-def _of_structured_outputs(asked: dict[str, Any] | None) -> Grammar | None:
-    given = {name: value for name, value in (asked or {}).items() if value not in (None, False)}
+def _of_structured_outputs(outputs: dict[str, Any] | None) -> Grammar | None:
+    given = {name: value for name, value in (outputs or {}).items() if value not in (None, False)}
     if not given:
         return None
     for name in given:
@@ -202,8 +202,8 @@ def _of_structured_outputs(asked: dict[str, Any] | None) -> Grammar | None:
             return Grammar.choice(value, field)
         case "grammar", str():
             return Grammar.context_free(value, field)
-    wanted = {"json": "a schema, as an object or as text", "choice": "a list of strings", "json_object": "true"}
-    raise InvalidRequest(f"{field} must be {wanted.get(kind, 'a string')}.", param=field)
+    demands = {"json": "a schema, as an object or as text", "choice": "a list of strings", "json_object": "true"}
+    raise InvalidRequest(f"{field} must be {demands.get(kind, 'a string')}.", param=field)
 
 
 INT64 = 2**63
@@ -265,7 +265,7 @@ _INNER_FIELDS = (
 )
 
 
-def told_reference(fields: str, param: str) -> InvalidRequest:
+def reference_refused(fields: str, param: str) -> InvalidRequest:
     """Return the error for what would tell the text of a registered prompt: its tokens, or their log-probabilities."""
     return InvalidRequest(f"{fields} does not go with prompt_ref: it would tell the registered prompt.", param=param)
 
@@ -371,7 +371,7 @@ class GenerationBody(SamplingBody):
                 raise InvalidRequest("prompt_logprobs does not go with stream.", param="prompt_logprobs")
             fields["prompt_logprobs"], ignored = None, (*ignored, "prompt_logprobs")  # as in vLLM
         if self.prompt_ref is not None and self.prompt_logprobs is not None:
-            raise told_reference("prompt_logprobs", "prompt_logprobs")
+            raise reference_refused("prompt_logprobs", "prompt_logprobs")
         for name in ("response_format", "structured_outputs"):
             del fields[name]
         formed = self.response_format is not None or self.structured_outputs is not None
@@ -458,7 +458,7 @@ class ChatBody(GenerationBody):
                 "continue_final_message needs apply_chat_template to be true.", param="continue_final_message"
             )
         if self.return_token_ids and self.prompt_ref is not None:
-            raise told_reference("return_token_ids", "return_token_ids")
+            raise reference_refused("return_token_ids", "return_token_ids")
         newer = self.max_completion_tokens
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         in_parts: set[str] = set()
@@ -542,11 +542,11 @@ class CompletionBody(GenerationBody):
         if self.logprob_token_ids and self.logprobs is None:
             raise InvalidRequest("logprob_token_ids needs logprobs.", param="logprob_token_ids")
         if self.echo and self.logprobs is not None and self.prompt_ref is not None:
-            raise told_reference("echo with logprobs", "echo")
+            raise reference_refused("echo with logprobs", "echo")
         if self.echo and self.truncate_prompt_tokens is not None and self.prompt_ref is not None:
-            raise told_reference("echo with truncate_prompt_tokens", "echo")
+            raise reference_refused("echo with truncate_prompt_tokens", "echo")
         if self.return_token_ids and self.prompt_ref is not None:
-            raise told_reference("return_token_ids", "return_token_ids")
+            raise reference_refused("return_token_ids", "return_token_ids")
         return CompletionRequest(
             prompts=self.prompt,
             max_tokens=self.max_tokens,

@@ -66,25 +66,25 @@ def _duration(seconds: float) -> str:
 
 def chat_logprobs(tokens: Sequence[ToldToken]) -> dict[str, Any]:
     """Return the ``logprobs`` of a chat completion's choice or chunk."""
-    return {"content": told_tokens(tokens), "refusal": None}
+    return {"content": token_rows(tokens), "refusal": None}
 
 
-def told_tokens(tokens: Sequence[ToldToken]) -> list[dict[str, Any]]:
+def token_rows(tokens: Sequence[ToldToken]) -> list[dict[str, Any]]:
     """Return tokens in the shape of chats and responses."""
-    return [{**_shown(told.token), "top_logprobs": [_shown(other) for other in told.top]} for told in tokens]
+    return [{**_token_row(token.token), "top_logprobs": [_token_row(other) for other in token.top]} for token in tokens]
 
 
 def completion_logprobs(tokens: Sequence[ToldToken]) -> dict[str, Any]:
     """Return the ``logprobs`` of a completion's choice or chunk. A token is always among its own top tokens."""
     return {
-        "text_offset": [told.offset for told in tokens],
-        "token_logprobs": [_least(told.token.logprob) for told in tokens],
-        "tokens": [_name(told.token.raw) for told in tokens],
+        "text_offset": [token.offset for token in tokens],
+        "token_logprobs": [_least(token.token.logprob) for token in tokens],
+        "tokens": [_name(token.token.raw) for token in tokens],
         "top_logprobs": [
             None
-            if told.token.logprob is None
-            else {_name(shown.raw): _least(shown.logprob) for shown in (told.token, *told.top)}
-            for told in tokens
+            if token.token.logprob is None
+            else {_name(top.raw): _least(top.logprob) for top in (token.token, *token.top)}
+            for token in tokens
         ],
     }
 
@@ -108,7 +108,7 @@ def _least(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, LEAST)
 
 
-def _shown(token: ShownToken) -> dict[str, Any]:
+def _token_row(token: ShownToken) -> dict[str, Any]:
     text = token.raw.decode(errors="replace")
     return {"token": text, "bytes": list(token.raw), "logprob": _least(token.logprob)}
 
@@ -164,26 +164,26 @@ class OpenAiFormat:
 
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
-        ids, shown = head.token_ids, []
+        ids, rows = head.token_ids, []
         for index, choice in enumerate(choices):
             if not head.shows_reasoning:
                 choice = replace(choice, reasoning="")
-            told: dict[str, Any] = {} if ids is None else {"token_ids": choice.token_ids}
+            token_fields: dict[str, Any] = {} if ids is None else {"token_ids": choice.token_ids}
             if ids is not None and not self.chunks.of_prompt:
-                told["prompt_token_ids"] = ids.prompts[index]
-            shown.append(
+                token_fields["prompt_token_ids"] = ids.prompts[index]
+            rows.append(
                 {
                     "index": index,
                     **self.content(choice),
                     "logprobs": None if choice.logprobs is None else self.chunks.logprobs(choice.logprobs),
                     "finish_reason": choice.finish_reason,
-                    **told,
+                    **token_fields,
                 }
             )
         common = self.common(choices[0])
         if ids is not None and self.chunks.of_prompt:
             common["prompt_token_ids"] = ids.prompts[0]
-        return {**_head(self.prefix, self.kind, head), "choices": shown, "usage": _usage(usage), **common}
+        return {**_head(self.prefix, self.kind, head), "choices": rows, "usage": _usage(usage), **common}
 
     def stream(self, head: AnswerHead) -> AnswerStream:
         """Begin an answer in chunks; the first chunk of each choice of a chat has its role."""
@@ -227,8 +227,8 @@ class _Stream:
         return self._chunk(index, self._chunks.opening, b"null") if self._chunks.opening else b""
 
     def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
-        told = _encode(self._chunks.logprobs(logprobs)) if logprobs else b"null"
-        return self._chunk(index, self._chunks.text % _encode(text), b"null", told)
+        rows = _encode(self._chunks.logprobs(logprobs)) if logprobs else b"null"
+        return self._chunk(index, self._chunks.text % _encode(text), b"null", rows)
 
     def reasoning(self, index: int, text: str) -> bytes:
         if not self._shows_reasoning:
@@ -269,8 +269,8 @@ class _Stream:
             first = 0 if self._chunks.of_prompt else index
             if first not in self._prompts:
                 self._prompts.add(first)
-                told = b',"prompt_token_ids":%b' % _encode(self._ids.prompts[index])
-                choice, end = (choice, told + end) if self._chunks.of_prompt else (choice + told, end)
+                prompt_ids = b',"prompt_token_ids":%b' % _encode(self._ids.prompts[index])
+                choice, end = (choice, prompt_ids + end) if self._chunks.of_prompt else (choice + prompt_ids, end)
         return b'data: %b"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b\n\n' % (
             self._start, index, choice, logprobs, reason, end,
         )  # fmt: skip
@@ -286,20 +286,20 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": told_cache(usage),
+        "prompt_tokens_details": cache_details(usage),
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
-def told_cache(usage: Usage) -> dict[str, Any]:
+def cache_details(usage: Usage) -> dict[str, Any]:
     """Return what was read from the cache and put in it, and the reason of a cache miss, if requested and known."""
-    told = {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.written_tokens}
-    return told if usage.cache_miss is None else {**told, "cache_miss": usage.cache_miss}
+    details = {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.written_tokens}
+    return details if usage.cache_miss is None else {**details, "cache_miss": usage.cache_miss}
 
 
 def _error_body(error: WarmpathError) -> dict[str, Any]:
-    told = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return {"error": {**told, **error.shown_reason}}
+    fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return {"error": {**fields, **error.shown_reason}}
 
 
 def model_body(model: str, created: int, max_model_len: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, ModelName, Must
 from serve_app.api.openai.messages import ignored_in
-from serve_app.api.openai.request import MAX_TOKENS, ChatBody, told_reference
+from serve_app.api.openai.request import MAX_TOKENS, ChatBody, reference_refused
 from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.api.request import CompletionRequest, GenerateRequest
 
@@ -67,7 +67,7 @@ def parse_tokenize(body: bytes, model: str) -> Tokenize:
         fields = TokenizeChatBody.read(body, model)
         chat = TokenizeChatBody.checked(fields)
         if chat.prompt_ref is not None:
-            raise told_reference("A list of tokens", "prompt_ref")
+            raise reference_refused("A list of tokens", "prompt_ref")
         return Tokenize(chat.request(ignored_in(fields["messages"])), chat.return_token_strs is True)
     text = TokenizeBody.checked(fields)
     request = CompletionRequest(

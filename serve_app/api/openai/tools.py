@@ -105,8 +105,8 @@ class Function(NamedTuple):
 
     def for_template(self) -> Tool:
         """Return the function in the form of chat templates; the order of the body's fields does not matter."""
-        shown = {field: value for field, value in zip(self._fields[:3], self, strict=False) if value is not None}
-        return {"type": "function", "function": shown}
+        fields = {field: value for field, value in zip(self._fields[:3], self, strict=False) if value is not None}
+        return {"type": "function", "function": fields}
 
 
 def tool_use(
@@ -178,8 +178,8 @@ def call_for_template(call: Any, path: str, ignored: set[str]) -> dict[str, Any]
         ignored.update(f"{where}.{name}" for name in call.keys() - _CALL_FIELDS if call[name] is not None)
         unread = (name for name in function.keys() - {"name", "arguments"} if function[name] is not None)
         ignored.update(f"{where}.function.{name}" for name in unread)
-    shown = {"type": "function", "function": called(function, f"{path}.function", ignored)}
-    return {"id": call_id(call["id"], f"{path}.id"), **shown} if call.get("id") else shown
+    written = {"type": "function", "function": called(function, f"{path}.function", ignored)}
+    return {"id": call_id(call["id"], f"{path}.id"), **written} if call.get("id") else written
 
 
 def with_input(custom: Mapping[str, Any]) -> dict[str, Any]:

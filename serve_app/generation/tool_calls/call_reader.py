@@ -49,7 +49,7 @@ class CallReader:
         self._steps = reading(self._source, make_id, tools)
         self._parallel = parallel
         self._spaces = ""
-        self._shown = False
+        self._has_text = False
         self.calls = 0
 
     def split(self, piece: Piece) -> list[Piece]:
@@ -63,38 +63,38 @@ class CallReader:
     def push(self, text: str) -> list[str | CallEvent]:
         """Return the texts and events that ``text`` completes, in order; the beginning of a call is held back."""
         self._source.push(text)
-        found: list[str | CallEvent] = []
+        events: list[str | CallEvent] = []
         for step in self._steps:
             if step is None:
                 break
             if isinstance(step, str):
-                found += self._text(step)
+                events += self._text(step)
                 continue
             if isinstance(step, CallBegun):
                 self.calls += 1
-                self._shown = True
-            found.append(step)
-        return found
+                self._has_text = True
+            events.append(step)
+        return events
 
     def flush(self, *, cut: bool = False) -> list[str | CallEvent]:
         """Return the text held back; the answer has ended. ``cut``: not by the model."""
         self._source.ended, self._source.cut = True, cut
-        found = self.push("")
-        return found if self.calls or not self._spaces else [*found, self._spaces]
+        events = self.push("")
+        return events if self.calls or not self._spaces else [*events, self._spaces]
 
     def _text(self, text: str) -> list[str | CallEvent]:
-        if not self._shown:
+        if not self._has_text:
             text = self._spaces + text
-            self._shown = not (text == "" or text.isspace())
-            self._spaces = "" if self._shown else text
-        return [text] if self._shown and text else []
+            self._has_text = not (text == "" or text.isspace())
+            self._spaces = "" if self._has_text else text
+        return [text] if self._has_text and text else []
 
 
 class WholeChoice:
     """Gathers the pieces of one choice. A call that was not cut is text if its arguments are not a JSON object."""
 
     def __init__(self, *, tells_logprobs: bool = False) -> None:
-        self._told: list[ToldToken] | None = [] if tells_logprobs else None
+        self._logprobs: list[ToldToken] | None = [] if tells_logprobs else None
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
@@ -111,8 +111,8 @@ class WholeChoice:
         self._token_ids += piece.token_ids
         self._prompt = piece.prompt if piece.prompt is not None else self._prompt
         self._reasoning.append(piece.reasoning)
-        if self._told is not None:
-            self._told.extend(piece.logprobs)
+        if self._logprobs is not None:
+            self._logprobs.extend(piece.logprobs)
         for event in piece.calls:
             if isinstance(event, CallBegun):
                 self._call_id, self._name, self._arguments = event.call_id, event.name, []
@@ -126,10 +126,10 @@ class WholeChoice:
     def choice(self) -> Choice:
         """Return the choice that the pieces form together."""
         reason: ApiFinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
-        told = None if self._told is None else tuple(self._told)
+        logprobs = None if self._logprobs is None else tuple(self._logprobs)
         text, reasoning = "".join(self._texts), "".join(self._reasoning)
         calls, token_ids = tuple(self._calls), tuple(self._token_ids)
-        return Choice(text, reason, calls, told, self._stop_sequence, reasoning, self._prompt, token_ids)
+        return Choice(text, reason, calls, logprobs, self._stop_sequence, reasoning, self._prompt, token_ids)
 
     def _end(self, event: CallEnded) -> None:
         arguments = "".join(self._arguments)
@@ -156,9 +156,9 @@ class AllowedCalls:
 
     def split(self, piece: Piece) -> list[Piece]:
         """Split a piece into one or several; in each the text comes first."""
-        return [shown for read in self._inner.split(piece) for shown in self._shown(read)]
+        return [part for read in self._inner.split(piece) for part in self._allowed_parts(read)]
 
-    def _shown(self, piece: Piece) -> list[Piece]:
+    def _allowed_parts(self, piece: Piece) -> list[Piece]:
         if not piece.calls and self._refused is None and piece.finish_reason != "tool_calls":
             return [piece]
         events: list[str | CallEvent] = [piece.text] if piece.text else []

@@ -139,10 +139,10 @@ def _named(source: Source, make_id: MakeId) -> Steps[None]:
 def _name(source: Source) -> Steps[str]:
     parts: list[str] = []
     while (yield from source.peek()):
-        found = _NOT_IN_NAME.search(source.text, source.position)
-        end = found.start() if found else len(source.text)
+        match = _NOT_IN_NAME.search(source.text, source.position)
+        end = match.start() if match else len(source.text)
         parts.append(source.take(end - source.position))
-        if found:
+        if match:
             break
     return "".join(parts)
 
@@ -286,19 +286,19 @@ def forced_calls(use: ToolUse) -> Grammar:
     """Return the grammar of an answer that must call. Raises InvalidRequest if the tools are too large."""
     tools = [tool for tool in use.tools if not use.allowed or tool["function"]["name"] in use.allowed]
     one = len(tools) == 1
-    places = ["#/items" if one else f"#/items/anyOf/{index}" for index in range(len(tools))]
-    calls = [_call(tool, place) for tool, place in zip(tools, places, strict=True)]
+    pointers = ["#/items" if one else f"#/items/anyOf/{index}" for index in range(len(tools))]
+    calls = [_call(tool, pointer) for tool, pointer in zip(tools, pointers, strict=True)]
     items = calls[0] if one else {"anyOf": calls}
     schema = {"type": "array", "items": items, "minItems": 1}
     names = [tool["function"]["name"] for tool in tools]
-    parts = [ToolPart(n, f"{p}/properties/parameters", n in use.strict) for n, p in zip(names, places, strict=True)]
+    parts = [ToolPart(n, f"{p}/properties/parameters", n in use.strict) for n, p in zip(names, pointers, strict=True)]
     return Grammar.json_schema(schema if use.parallel else {**schema, "maxItems": 1}, "tools", tools=parts)
 
 
-def _call(tool: Tool, place: str) -> dict[str, Any]:
-    """Return the schema of a call; ``place``: its location in the whole, for references inside the tool's own."""
+def _call(tool: Tool, pointer: str) -> dict[str, Any]:
+    """Return the schema of a call; ``pointer``: its location in the whole, for references inside the tool's own."""
     function = tool["function"]
-    parameters = _moved(without_texts(function.get("parameters", {})), f"{place}/properties/parameters")
+    parameters = _moved(without_texts(function.get("parameters", {})), f"{pointer}/properties/parameters")
     parameters.pop("$id", None)  # the references no longer start there
     return {
         "type": "object",
@@ -308,13 +308,15 @@ def _call(tool: Tool, place: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, place: str) -> Any:
+def _moved(schema: Any, pointer: str) -> Any:
     """Return a schema with its references to itself adjusted to another place in a larger schema."""
     if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
+        return [_moved(part, pointer) for part in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        name: place + part[1:] if name == "$ref" and isinstance(part, str) and part[:1] == "#" else _moved(part, place)
+        name: pointer + part[1:]
+        if name == "$ref" and isinstance(part, str) and part[:1] == "#"
+        else _moved(part, pointer)
         for name, part in schema.items()
     }

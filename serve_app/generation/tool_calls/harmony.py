@@ -170,9 +170,9 @@ class HarmonyReader:
         if piece.finish_reason is not None:
             events += self._end(cut=piece.finish_reason == "length" or bool(piece.stop_sequence))
             events += self._loose()
-        shown = any(isinstance(event, str) for event in events)
-        told, tokens = (piece.logprobs, 0) if shown else ((), piece.new_tokens if reasoning else 0)
-        piece = replace(piece, text="", reasoning=reasoning, reasoning_tokens=tokens, logprobs=told)
+        has_text = any(isinstance(event, str) for event in events)
+        logprobs, tokens = (piece.logprobs, 0) if has_text else ((), piece.new_tokens if reasoning else 0)
+        piece = replace(piece, text="", reasoning=reasoning, reasoning_tokens=tokens, logprobs=logprobs)
         if self._rest is not None:
             return self._rest.split(replace(piece, text="".join(event for event in events if isinstance(event, str))))
         return in_pieces(piece, events, called=self._calls > 0, parallel=self._parallel)

@@ -198,7 +198,7 @@ def _value(source: Source, key: ArgumentMarks, following: tuple[str, ...], types
     parts: list[str] = []
     if streamed:
         yield CallArguments('"')
-    first, held = True, ""
+    first, pending = True, ""
     steps = source.until(key.end, marks=True)
     while True:
         try:
@@ -214,9 +214,9 @@ def _value(source: Source, key: ArgumentMarks, following: tuple[str, ...], types
             part, steps = key.end, source.until(key.end, marks=True)
         if first:
             first, part = False, part.removeprefix(key.pad)
-        part, held = held + part, ""
+        part, pending = pending + part, ""
         if key.pad and part.endswith(key.pad):
-            part, held = part.removesuffix(key.pad), key.pad
+            part, pending = part.removesuffix(key.pad), key.pad
         if streamed and part:
             yield CallArguments(json.dumps(part, ensure_ascii=False)[1:-1])
         parts.append(part)
@@ -261,10 +261,10 @@ def _types_of(schema: Any, key: str) -> frozenset[str]:
         if not isinstance(each, dict) or id(each) in seen:
             continue
         seen.add(id(each))
-        told = each.get("type")
+        kind = each.get("type")
         values = each["enum"] if "enum" in each else [each["const"]] if "const" in each else None
-        if told:
-            words = [told] if isinstance(told, str) else told if isinstance(told, list) else []
+        if kind:
+            words = [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else []
             found.update("number" if word == "integer" else str(word) for word in words)
         elif isinstance(values, list):
             found.update(map(type_of, values))
@@ -275,10 +275,10 @@ def _types_of(schema: Any, key: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def _referred(root: Any, place: Any) -> Any:
+def _referred(root: Any, pointer: Any) -> Any:
     """Return the schema that a reference within ``root`` names, None if there is none."""
-    if not isinstance(place, str) or not place.startswith("#/"):
+    if not isinstance(pointer, str) or not pointer.startswith("#/"):
         return None
-    for part in place[2:].split("/"):
+    for part in pointer[2:].split("/"):
         root = root.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
     return root

@@ -32,7 +32,7 @@ from serve_app.generation.tool_calls.harmony import (
     harmony_grammar,
     writes_harmony,
 )
-from serve_app.generation.tool_calls.round_trip import MADE_UP, found_parser, reads_back
+from serve_app.generation.tool_calls.round_trip import MADE_UP, find_parser, reads_back
 from serve_app.generation.tool_calls.source import MakeId
 from serve_app.generation.tool_calls.vllm_reader import OTHERS, VllmGate, VllmReader, check_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -79,7 +79,7 @@ class AnswerReaders:
         elif template.tells_tools:
             parser = "hermes"  # as prompts tell the model, whatever the setting is
         elif parser == "auto":
-            parser = found_parser(tokenizer) if self._reads_tools else ""
+            parser = find_parser(tokenizer) if self._reads_tools else ""
         reasoning = find_reasoning_tags(template.source, special) if reasoning == "auto" else reasoning
         self._format, self._tags = FORMATS.get(parser), REASONING_TAGS.get(reasoning)
         self._they_call = bool(parser) and self._format is None

@@ -78,8 +78,8 @@ def _turn(template: ChatTemplate, calls: Sequence[NamedArguments], make_id: Call
         for at, (name, arguments) in enumerate(calls)
     ]
     turn = rendered({"role": "assistant", "content": "", "tool_calls": made})
-    before, found, behind = rendered({"role": "assistant", "content": _WORDS}).partition(_WORDS)
-    if not found or not turn.startswith(before):
+    before, between, behind = rendered({"role": "assistant", "content": _WORDS}).partition(_WORDS)
+    if not between or not turn.startswith(before):
         begun = rendered(add_generation_prompt=True)
         before = begun if turn.startswith(begun) else _common(turn, before)
     turn = turn[len(before) :].removesuffix(behind)
@@ -94,7 +94,7 @@ def _common(one: str, other: str) -> str:
     return one[: sum(1 for _ in equal)]
 
 
-def found_parser(tokenizer: PromptTokenizer) -> str:
+def find_parser(tokenizer: PromptTokenizer) -> str:
     """Return the name of the format in which a model's template writes calls, "" if it is not known.
 
     If the template writes no calls, its words and special tokens decide. Where vLLM is installed, its parser of the
@@ -128,22 +128,22 @@ def _vllms(tokenizer: PromptTokenizer) -> str:
             def reader(theirs: VllmParsers = theirs) -> SplitPiece:
                 return VllmReader(theirs.parser([], MADE_UP, {}, thinks=False), parallel=True)
 
-            shown = tokenizer.special_tokens if theirs.shows_special else frozenset[str]()
-            if all(_read_back(tokenizer, shown, reader, *turn, cut=True) for turn in turns):
+            special = tokenizer.special_tokens if theirs.shows_special else frozenset[str]()
+            if all(_read_back(tokenizer, special, reader, *turn, cut=True) for turn in turns):
                 return name
         except Exception as error:  # parsers fail in ways of their own, with a tokenizer that lacks their tokens
             logger.warning("vLLM's parser %s does not fit this model: %s", name, error)
     return ""
 
 
-def reads_back(tokenizer: PromptTokenizer, shown: frozenset[str], reader: Callable[[], SplitPiece]) -> bool:
+def reads_back(tokenizer: PromptTokenizer, special: frozenset[str], reader: Callable[[], SplitPiece]) -> bool:
     """Return whether a reader reads the calls back that the model's template writes, if it writes any."""
-    return all(_read_back(tokenizer, shown, reader, *turn) for turn in written_turns(tokenizer.template, call_id))
+    return all(_read_back(tokenizer, special, reader, *turn) for turn in written_turns(tokenizer.template, call_id))
 
 
 def _read_back(
     tokenizer: PromptTokenizer,
-    shown: frozenset[str],
+    special: frozenset[str],
     reader: Callable[[], SplitPiece],
     calls: Sequence[NamedArguments],
     text: str,
@@ -156,7 +156,7 @@ def _read_back(
     """
     ids = tokenizer.encode(text, bytes(16)).token_ids.tolist()
     for end in range(1 if cut else len(ids), len(ids) + 1):
-        split, whole, decoder = reader(), WholeChoice(), tokenizer.decoder(shown)
+        split, whole, decoder = reader(), WholeChoice(), tokenizer.decoder(special)
         for at, token_id in enumerate(ids[:end], 1):
             last = at == end
             decoded = decoder.push((token_id,)) + (decoder.flush() if last else "")

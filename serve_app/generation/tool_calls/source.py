@@ -147,20 +147,20 @@ def json_call(source: Source, make_id: MakeId, names: Collection[str] | None = N
     begun = False
     name: str | None = None
     arguments = ""
-    wanted: Collection[str] | None = None  # what the last string had to be, if the text was cut within it
+    expected: Collection[str] | None = None  # what the last string had to be, if the text was cut within it
     raw = ""
     opened = yield from source.accept("{")
     while opened:
         yield from source.spaces()
         key, raw = yield from _string(source)
-        wanted = _KEYS
+        expected = _KEYS
         if key is None or (yield from source.spaces()) != ":":
             break
         source.take(1)
         opening = yield from source.spaces()
         if key == "name" and name is None:
             name, raw = yield from _string(source)
-            wanted = names
+            expected = names
             if name is None:
                 break
             if names is not None and name not in names:
@@ -195,7 +195,7 @@ def json_call(source: Source, make_id: MakeId, names: Collection[str] | None = N
     if name is not None:
         yield CallBegun(make_id(name), name)
         return True
-    return None if wanted is None or any(word.startswith(raw.strip('"')) for word in wanted) else False
+    return None if expected is None or any(word.startswith(raw.strip('"')) for word in expected) else False
 
 
 def stream_arguments(source: Source) -> Steps[None]:
@@ -241,16 +241,16 @@ def _nested(source: Source) -> Generator[str | None, None, None]:
         at, closed = start, False
         if escaped and at < len(text):
             at, escaped = at + 1, False
-        while not closed and (found := (_INSIDE if in_string else _OUTSIDE).search(text, at)):
-            at = found.end()
-            if found.group() == "\\":
+        while not closed and (match := (_INSIDE if in_string else _OUTSIDE).search(text, at)):
+            at = match.end()
+            if match.group() == "\\":
                 escaped = at == len(text)
                 at += not escaped
                 continue
-            if found.group() == '"':
+            if match.group() == '"':
                 in_string = not in_string
             else:
-                depth += 1 if found.group() in "{[" else -1
+                depth += 1 if match.group() in "{[" else -1
             closed = depth == 0 and not in_string
         if not closed:
             at = len(text)
@@ -264,10 +264,10 @@ def _nested(source: Source) -> Generator[str | None, None, None]:
 def _word(source: Source) -> Generator[str | None, None, None]:
     """Read a number, one of JSON's words, or invalid text, up to a character that cannot be part of one."""
     while True:
-        found = _AFTER_WORD.search(source.text, source.position)
-        end = found.start() if found else len(source.text)
+        match = _AFTER_WORD.search(source.text, source.position)
+        end = match.start() if match else len(source.text)
         if end > source.position:
             yield source.take(end - source.position)
-        if found or source.ended:
+        if match or source.ended:
             return
         yield None

@@ -26,15 +26,15 @@ OTHERS = f"; vLLM's others need vLLM {VLLM_VERSIONS} in the environment of the i
 
 def check_parser(setting: str, name: str) -> None:
     """Raise ValueError for an unknown parser: neither this project's nor, if vLLM is installed, one of vLLM's."""
-    known, more = [*PARSERS[setting]], OTHERS
-    if name in known:
+    names, more = [*PARSERS[setting]], OTHERS
+    if name in names:
         return
     if not vllm_missing():
         from serve_app.engine.vllm.parsers import parser_names
 
-        known, more = [*known, *(other for other in parser_names(setting) if other not in known)], ""
-    if name not in known:
-        raise ValueError(f"{setting} must be one of {', '.join(known)}, not {name[:64]!r}{more}")
+        names, more = [*names, *(other for other in parser_names(setting) if other not in names)], ""
+    if name not in names:
+        raise ValueError(f"{setting} must be one of {', '.join(names)}, not {name[:64]!r}{more}")
 
 
 class VllmGate:
@@ -76,8 +76,8 @@ class VllmReader:
         if cut and (rest := self._push("", [], finished=True)):
             # At its end a parser completes a call that was cut, with values cut short; only the text counts.
             text, reasoning = (text or "") + (rest.content or ""), (reasoning or "") + (rest.reasoning or "")
-        tokens, told = (piece.new_tokens, ()) if reasoning else (0, piece.logprobs)
-        piece = replace(piece, text=text or "", reasoning=reasoning or "", reasoning_tokens=tokens, logprobs=told)
+        tokens, logprobs = (piece.new_tokens, ()) if reasoning else (0, piece.logprobs)
+        piece = replace(piece, text=text or "", reasoning=reasoning or "", reasoning_tokens=tokens, logprobs=logprobs)
         if self._rest is not None:
             return self._rest.split(piece)
         events: list[str | CallEvent] = [text] if text else []

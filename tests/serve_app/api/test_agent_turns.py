@@ -71,7 +71,7 @@ def test_each_turn_keeps_the_prompt_before_it(
     """Except a sub-agent's first, the first after a compaction, and what the page of agents names."""
     requests = [parse(json.dumps(body).encode()) for _, body in requests_of(RECORDED / f"{client}.json")]
     assert len(requests) >= 15
-    assert {field.told for request in requests for field in request.unknown} == {*ignored}
+    assert {field.with_meaning for request in requests for field in request.unknown} == {*ignored}
     assert [*breaks(preparer, requests)] == broken
 
 

@@ -46,7 +46,7 @@ def test_a_first_request_is_a_conversation_with_tools(
     request = parse(agent)
     assert [message["role"] for message in request.messages] == roles
     assert [tool["function"]["name"] for tool in request.tool_use.tools] == tools
-    assert sorted(field.told for field in request.unknown) == ignored
+    assert sorted(field.with_meaning for field in request.unknown) == ignored
 
 
 def test_claude_codes_varying_header_is_no_part_of_the_prompt() -> None:
@@ -68,7 +68,7 @@ def test_an_edit_of_the_context_is_accepted_and_named() -> None:
     assert parse("claude_code").unknown == ()
     for edit in ({**edits[0], "keep": {"type": "thinking_turns", "value": 1}}, {"type": "clear_tool_uses_20250919"}):
         request = parse("claude_code", context_management={"edits": [*edits, edit]})
-        assert [field.told for field in request.unknown] == ["context_management.edits"]
+        assert [field.with_meaning for field in request.unknown] == ["context_management.edits"]
         assert request.repeated["context_management"] == {"applied_edits": []}
 
 
@@ -135,7 +135,7 @@ def test_an_unknown_field_of_a_namespaces_function_is_reported_too() -> None:
     """It is reported by its name, as any other."""
     inner = {"type": "function", "name": "find", "defer_loading": True}
     request = parse("codex", tools=[{"type": "namespace", "name": "a", "tools": [inner]}])
-    assert [field.told for field in request.unknown] == ["tools[].tools[].defer_loading"]
+    assert [field.with_meaning for field in request.unknown] == ["tools[].tools[].defer_loading"]
 
 
 def test_a_call_that_is_demanded_needs_a_tool_of_the_clients() -> None:

@@ -23,7 +23,7 @@ from serve_app.checkpoints.kv_planner import kv_room, plan_kv
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace, reuse_curve
 from serve_app.checkpoints.sources import model_config
 from serve_app.cli.main import app
-from serve_app.generation.tool_calls.round_trip import found_parser
+from serve_app.generation.tool_calls.round_trip import find_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.checkpoints.sources.tiny_gguf import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, write_tiny_gguf
 from tests.serve_app.tool_templates.families import SEARCH
@@ -162,7 +162,7 @@ def test_the_chat_template_is_chatml_with_tools(demo_model_path: Path) -> None:
     assert tokenizer._tokenizer("<|im_end|>").input_ids == [tokenizer._tokenizer.eos_token_id]
     plain = tokenizer.template.render([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
     assert plain.text == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
-    assert found_parser(tokenizer) == "hermes"
+    assert find_parser(tokenizer) == "hermes"
     call = {"type": "function", "function": {"name": "search", "arguments": {"q": 1}}}
     messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     rendered = tokenizer.template.render(messages, [SEARCH], add_generation_prompt=False)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.errors import InvalidRequest
-from serve_app.generation.tool_calls.round_trip import found_parser
+from serve_app.generation.tool_calls.round_trip import find_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
 from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, family
@@ -134,7 +134,7 @@ def test_the_system_text_holds_the_tools_and_tells_their_format(
     """It is a prefix of every conversation with those system messages and tools. (docs: caching)"""
     tokenizer = families[name]
     assert tokenizer.template.reads_tools
-    assert found_parser(tokenizer) == FAMILIES[name]
+    assert find_parser(tokenizer) == FAMILIES[name]
     rendered = tokenizer.template.render([*leading, USER], [WEATHER])
     assert "get_weather" in rendered.system_text
     assert rendered.text.startswith(rendered.system_text)

@@ -81,7 +81,7 @@ def test_sentencepiece_like_garbage_is_not_held_for_ever(sentencepiece: PromptTo
     decoder = sentencepiece.decoder()
     pieces = [decoder.push([broken]) for _ in range(3 * MAX_HELD_TOKENS)]
     assert pieces[MAX_HELD_TOKENS - 1] == "\ufffd" * MAX_HELD_TOKENS
-    assert len(decoder._shown_ids) <= MAX_HELD_TOKENS
+    assert len(decoder._released_ids) <= MAX_HELD_TOKENS
 
 
 def test_only_a_possible_beginning_is_held_back() -> None:

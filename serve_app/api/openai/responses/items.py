@@ -215,9 +215,9 @@ def _stored(item: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "id": f"{kind}_{secrets.token_hex(16)}", "type": kind, "status": "completed"}
 
 
-def text_part(kind: str, text: str, told: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return a part of a message; ``told``: the log-probabilities of an answer's part."""
-    return {"type": kind, "text": text, **({"annotations": [], "logprobs": told} if kind == "output_text" else {})}
+def text_part(kind: str, text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return a part of a message; ``logprobs``: the log-probabilities of an answer's part."""
+    return {"type": kind, "text": text, **({"annotations": [], "logprobs": logprobs} if kind == "output_text" else {})}
 
 
 class ItemsQuery(JsonBody):

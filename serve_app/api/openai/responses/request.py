@@ -107,13 +107,13 @@ class ResponseAllowedChoice(JsonBody):
 
     def names(self, functions: Sequence[Function]) -> list[str]:
         """Return the names of the allowed functions, of those that the model sees."""
-        found: list[str] = []
+        allowed: list[str] = []
         for tool in self.tools:
             if tool.type == "namespace":
-                found += [function.name for function in functions if function.name.startswith(f"{tool.name}.")]
+                allowed += [function.name for function in functions if function.name.startswith(f"{tool.name}.")]
             elif tool.type == "function":
-                found.append(".".join(filter(None, (tool.namespace, tool.name))))
-        return found
+                allowed.append(".".join(filter(None, (tool.namespace, tool.name))))
+        return allowed
 
 
 class ReasoningConfig(JsonBody):
@@ -224,10 +224,10 @@ class ResponsesBody(GenerationBody):
     @property
     def grammar(self) -> Grammar | None:
         """The grammar of the answer; None: any text. Raises InvalidRequest."""
-        asked, other = of_format(self.text.format, "text.format"), super().grammar
-        if asked is not None and other is not None:
+        form, other = of_format(self.text.format, "text.format"), super().grammar
+        if form is not None and other is not None:
             raise InvalidRequest("structured_outputs does not go with text.format.", param="structured_outputs")
-        return asked or other
+        return form or other
 
     @property
     def items(self) -> list[Any]:
@@ -243,12 +243,12 @@ class ResponsesBody(GenerationBody):
         if self.previous_response_id is not None and earlier is None:
             message = "previous_response_id has no effect here, for nothing is stored; send the whole conversation."
             raise InvalidRequest(message, param="previous_response_id")
-        told = LOGPROBS in self.include
-        if self.top_logprobs and not told:
+        with_logprobs = LOGPROBS in self.include
+        if self.top_logprobs and not with_logprobs:
             raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"].', param="top_logprobs")
-        if self.logprob_token_ids and not told:
+        if self.logprob_token_ids and not with_logprobs:
             raise InvalidRequest(f'logprob_token_ids needs include: ["{LOGPROBS}"].', param="logprob_token_ids")
-        if told and self.tools and self.tool_choice != "none":
+        if with_logprobs and self.tools and self.tool_choice != "none":
             raise InvalidRequest(f"{LOGPROBS} does not go with tools: a call's tokens have none here.", param="include")
         ignored = {f"tools[].{tool.type}" for tool in self.tools if tool.type not in RESPONSE_TOOLS.read}
         if self.stream_options is not None and self.stream_options.continuous_usage_stats is not None:
@@ -273,7 +273,7 @@ class ResponsesBody(GenerationBody):
             messages=tuple(messages),
             max_tokens=self.max_output_tokens,
             tool_use=self._tool_use(functions),
-            logprobs=self.top_logprobs if told else None,
+            logprobs=self.top_logprobs if with_logprobs else None,
             thinking=thinking_switches(self.reasoning.effort),
             repeated={**self._repeated(), "store": self.store and earlier is not None},
             **self.common(ignored, _FIELDS, kept=self.kept(marks)),

@@ -22,7 +22,7 @@ from serve_app.api.format import (
     named_event,
 )
 from serve_app.api.json_body import JsonBody, Must
-from serve_app.api.openai.response import openai_error, told_cache, told_tokens
+from serve_app.api.openai.response import cache_details, openai_error, token_rows
 from serve_app.api.openai.responses.items import text_part
 from serve_app.errors import WarmpathError
 
@@ -103,7 +103,7 @@ class _Items:
         }
 
     def message(self, text: str, logprobs: Sequence[ToldToken] = ()) -> dict[str, Any]:
-        said = {"role": "assistant", "content": [text_part("output_text", text, told_tokens(logprobs))]}
+        said = {"role": "assistant", "content": [text_part("output_text", text, token_rows(logprobs))]}
         return {"id": self._id("msg"), "type": "message", "status": "completed", **said}
 
     def reasoning(self, text: str) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class _Stream:
         self._items = _Items(head)
         self._output: list[dict[str, Any]] = []
         self._parts: list[str] = []
-        self._told: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []
         self._open = False
         self._number = 0
         self._reason: ApiFinishReason = "length"
@@ -140,8 +140,8 @@ class _Stream:
     def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
         events = b"" if self._open and self._item["type"] == "message" else self._open_parts(self._items.message(""))
         self._parts.append(text)
-        self._told += (told := told_tokens(logprobs))
-        return events + self._part_event("response.output_text.delta", delta=text, logprobs=told)
+        self._logprobs += (rows := token_rows(logprobs))
+        return events + self._part_event("response.output_text.delta", delta=text, logprobs=rows)
 
     def reasoning(self, index: int, text: str) -> bytes:
         same = self._open and self._item["type"] == "reasoning"
@@ -162,16 +162,16 @@ class _Stream:
     def whole_item(self, item: dict[str, Any]) -> bytes:
         """Add a complete item at once."""
         if item["type"] == "function_call":
-            text, told = item["arguments"], []
+            text, rows = item["arguments"], []
             events = self._open_item({**item, "arguments": ""})
             events += self._item_event("response.function_call_arguments.delta", delta=text)
         else:
             (part,) = item["content"]
-            text, told = part["text"], part.get("logprobs", [])
-            more = {"logprobs": told} if item["type"] == "message" else {}
+            text, rows = part["text"], part.get("logprobs", [])
+            more = {"logprobs": rows} if item["type"] == "message" else {}
             events = self._open_parts({**item, "content": [part | {"text": ""} | ({"logprobs": []} if more else {})]})
             events += self._part_event(f"response.{part['type']}.delta", delta=text, **more)
-        self._parts, self._told = [text], told
+        self._parts, self._logprobs = [text], rows
         return events + self._close(item["status"])
 
     def finish(self, index: int, reason: ApiFinishReason, stop_sequence: str = "") -> bytes:
@@ -188,8 +188,8 @@ class _Stream:
 
     def error(self, error: WarmpathError) -> bytes:
         """End with an error: OpenAI documents the flat fields, and its clients raise the content of ``error``."""
-        shown = {"code": error.code, "message": error.message, "param": error.param}
-        return self.event("error", **shown, error={"type": error.type, **shown, **error.shown_reason})
+        fields = {"code": error.code, "message": error.message, "param": error.param}
+        return self.event("error", **fields, error={"type": error.type, **fields, **error.shown_reason})
 
     @property
     def _item(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class _Stream:
 
     def _open_item(self, item: dict[str, Any]) -> bytes:
         self._output.append(item)
-        self._parts, self._told, self._open = [], [], True
+        self._parts, self._logprobs, self._open = [], [], True
         return self.event(
             "response.output_item.added", output_index=len(self._output) - 1, item={**item, "status": "in_progress"}
         )
@@ -214,8 +214,8 @@ class _Stream:
         item, text = self._item, "".join(self._parts)
         item["status"] = status
         if item["type"] == "message":
-            item["content"] = [text_part("output_text", text, self._told)]
-            events = self._part_event("response.output_text.done", text=text, logprobs=self._told)
+            item["content"] = [text_part("output_text", text, self._logprobs)]
+            events = self._part_event("response.output_text.done", text=text, logprobs=self._logprobs)
             events += self._part_event("response.content_part.done", part=item["content"][0])
         elif item["type"] == "reasoning":
             item["content"] = [{"type": "reasoning_text", "text": text}]
@@ -262,7 +262,7 @@ def _response(
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": told_cache(usage),
+        "input_tokens_details": cache_details(usage),
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -100,7 +100,7 @@ def test_an_invalid_tool_or_call_is_a_400(fields: dict[str, Any], param: str, wo
 
 def test_unknown_fields_of_tools_are_named() -> None:
     request = chat(tools=[{**SEARCH, "cache_control": {}, "function": {**SEARCH["function"], "paramters": {}}}])
-    assert [field.told for field in request.unknown] == [
+    assert [field.with_meaning for field in request.unknown] == [
         "tools[].cache_control",
         "tools[].function.paramters (did you mean tools[].function.parameters?)",
     ]

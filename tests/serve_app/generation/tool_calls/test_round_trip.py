@@ -21,7 +21,7 @@ from serve_app.generation.tool_calls.call_reader import CallReader, WholeChoice
 from serve_app.generation.tool_calls.formats import FORMATS, ToolFormat, json_list
 from serve_app.generation.tool_calls.marked import json_of
 from serve_app.generation.tool_calls.reader import AnswerReaders
-from serve_app.generation.tool_calls.round_trip import found_parser
+from serve_app.generation.tool_calls.round_trip import find_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.harness.programs import programs_here
 from tests.serve_app.tokenization.variants import variant_of
@@ -201,7 +201,7 @@ def test_the_format_is_what_reads_the_calls_back(
 ) -> None:
     """No word of the template decides: ``<tool_call>`` begins a call in three families."""
     monkeypatch.setattr(round_trip, "vllm_missing", lambda: True)
-    assert found_parser(families[family]) == family
+    assert find_parser(families[family]) == family
     assert AnswerReaders(families[family], "auto").unread == ""
 
 
@@ -266,7 +266,7 @@ def test_check_refuses_a_template_that_is_none(demo_model_path: Path, tmp_path: 
 def test_where_a_template_writes_no_calls_its_words_and_tokens_decide(
     demo_model_path: Path, tmp_path: Path, template: str, tokens: list[str], parser: str
 ) -> None:
-    assert found_parser(with_template(demo_model_path, tmp_path / "model", template, tokens)) == parser
+    assert find_parser(with_template(demo_model_path, tmp_path / "model", template, tokens)) == parser
 
 
 @pytest.mark.parametrize(
