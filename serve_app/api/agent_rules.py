@@ -42,7 +42,8 @@ def by_rules(request: ChatRequest, *, follow: bool = True) -> ChatRequest:
     ``follow`` False: nothing is moved, but ``rules_off`` tells what would be. Linear in the system prompt.
     """
     first = request.messages[0] if request.messages else {}
-    span = _snapshot_in(first["content"]) if first.get("role") == "system" else None
+    there = first.get("role") == "system" and _SNAPSHOT in first["content"]
+    span = _snapshot_in(first["content"]) if there else None
     if span is None or _user(request.messages) is None:
         return request
     if not follow:

@@ -5,6 +5,7 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from serve_app.api.format import Usage
@@ -52,7 +53,7 @@ class PromptMemory:
         most_bytes = min(MAX_TENANT_BYTES, MAX_BYTES // tenants)
         while (
             len(room) > MAX_FAMILIES
-            or sum(seen.ids.nbytes + PROMPT_BYTES for seen in self.prompts(tenant)) > most_bytes
+            or sum(seen.ids.nbytes + PROMPT_BYTES for seen in chain.from_iterable(room.values())) > most_bytes
         ):
             room.popitem(last=False)
 

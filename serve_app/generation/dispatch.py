@@ -416,7 +416,7 @@ class Dispatcher:
                 begun = generation.resumed_tokens or (call is not None and call.begun)
                 unanswered = None if begun else generation
                 late = call is not None and call.late and unanswered is not None
-                if self.left is not None and reservation.replica_id and (late or not ended):
+                if (late or not ended) and self.left is not None and reservation.replica_id:
                     self.left(reservation.replica_id, request.request_id, unanswered)
                 if trace is not None:
                     trace.end(reservation.decision)

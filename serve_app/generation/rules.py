@@ -22,7 +22,7 @@ MAX_TOLD = 1 << 19
 def rules_of(request: GenerateRequest, bad_words: Sequence[tuple[int, ...]], vocab_size: int) -> TokenRules | None:
     """Return a request's rules, None for none. Raises InvalidRequest for token ids beyond the model's vocabulary."""
     for field, ids in (
-        ("logit_bias", [token for token, _ in request.logit_bias]),
+        ("logit_bias", [token for token, _ in request.logit_bias] if request.logit_bias else ()),
         ("stop_token_ids", request.stop_token_ids),
         ("logprob_token_ids", request.logprob_token_ids),
         ("allowed_token_ids", request.allowed_token_ids),

@@ -19,7 +19,7 @@ from router.protocol.request import Decision, RoutedRequest
 from serve_app.engine.protocol import EngineRequest, FirstToken
 from serve_app.errors import LimitReason, RateLimited
 from serve_app.live.journal import Journal, refusal_row
-from serve_app.live.prefixes import Answered, NodeRows, PrefixTable, node_rows
+from serve_app.live.prefixes import Answered, NodeRows, PrefixTable, decision_row, node_rows
 from serve_app.live.replicas import Activity, ReplicaRow, Roster, came_and_went, replica_rows
 from serve_app.live.tally import BUCKETS, Rings, Tally, Total, joined
 from serve_app.live.view import (
@@ -29,7 +29,6 @@ from serve_app.live.view import (
     Occurrence,
     View,
     Watcher,
-    decision_row,
     encoded,
     handed_over,
 )

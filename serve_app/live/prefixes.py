@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import xxhash
 
@@ -166,6 +166,28 @@ def node_id(tenant: str, key: bytes) -> str:
     """Return a node's id in events: 16 hex digits. A public node has the same id for every tenant."""
     owner = "" if key[:1] == b"p" else tenant
     return f"{xxhash.xxh3_64_intdigest(owner.encode() + b'/' + key):016x}"
+
+
+def decision_row(answered: Answered, key: bytes, rate: float | None) -> dict[str, Any]:
+    """Return the fields of a decision. ``key``: of its node, or b"" for none. ``rate``: the replica's prefill rate."""
+    decision, cached_tokens, ttft_s = answered.decision, answered.cached_tokens, answered.ttft_s
+    return {
+        "request": answered.request_id,
+        "tenant": answered.tenant,
+        "replica": decision.replica_id,
+        "reason": decision.reason,
+        "node": node_id(answered.tenant, key) if key else None,
+        "prompt_tokens": answered.prompt_tokens,
+        "best_cached_tokens": decision.best_cached_tokens,
+        "selected_cached_tokens": decision.selected_cached_tokens,
+        "cached_tokens": cached_tokens,
+        "pull_from": decision.pull_from or None,
+        "pull_tokens": decision.pull_tokens,
+        "queued_tokens": decision.queued_tokens,
+        "estimated_ttft_s": round(decision.estimated_ttft_s, 6),
+        "ttft_s": round(ttft_s, 6),
+        "cold_ttft_s": round(ttft_s + cached_tokens / rate, 6) if rate else None,
+    }
 
 
 @dataclass(frozen=True, slots=True)

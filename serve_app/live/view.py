@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from serve_app.live.prefixes import Answered, NodeRow, NodeRows, node_id, visible_nodes
+from serve_app.live.prefixes import NodeRow, NodeRows, visible_nodes
 from serve_app.live.replicas import TENANTS_FIELDS, ReplicaRow, changed, left
 from serve_app.live.tally import Bucket, Rings, Total, figure_of, rows_of
 
@@ -136,28 +136,6 @@ class Picture:
     minute: Bucket
     incidents: Sequence[ReplicaRow]
     operators: ReplicaRow = field(default_factory=dict)
-
-
-def decision_row(answered: Answered, key: bytes, rate: float | None) -> ReplicaRow:
-    """Return the fields of a decision. ``key``: of its node, or b"" for none. ``rate``: the replica's prefill rate."""
-    decision, cached_tokens, ttft_s = answered.decision, answered.cached_tokens, answered.ttft_s
-    return {
-        "request": answered.request_id,
-        "tenant": answered.tenant,
-        "replica": decision.replica_id,
-        "reason": decision.reason,
-        "node": node_id(answered.tenant, key) if key else None,
-        "prompt_tokens": answered.prompt_tokens,
-        "best_cached_tokens": decision.best_cached_tokens,
-        "selected_cached_tokens": decision.selected_cached_tokens,
-        "cached_tokens": cached_tokens,
-        "pull_from": decision.pull_from or None,
-        "pull_tokens": decision.pull_tokens,
-        "queued_tokens": decision.queued_tokens,
-        "estimated_ttft_s": round(decision.estimated_ttft_s, 6),
-        "ttft_s": round(ttft_s, 6),
-        "cold_ttft_s": round(ttft_s + cached_tokens / rate, 6) if rate else None,
-    }
 
 
 def moves_of(board: NoticesByKind) -> list[ReplicaRow]:

@@ -66,29 +66,19 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """A replica's settings for vLLM.
-
-    ``model``: a checkpoint's directory; ``weights_bytes``: when loaded, 0 if unknown; ``end_token_ids``: tokens that
-    end an answer. ``block_bytes``: bytes of one block's KV, in all ranks.
-    ``num_blocks`` None: as many as ``kv_cache_bytes`` holds, or as ``gpu_memory_utilization`` leaves space for; not on
-    a CPU. ``dtype``: "auto" is the model's own.
-    ``model_fingerprint``: of config and weights; ``copies``: whether KV is copied to and from other replicas;
-    ``pin_budget``: the limit of pins, as a part of the pool if below 1, else in its blocks.
-    ``lora``: whether adapters are allowed. ``num_threads``: of the CPU build, in all ranks. ``tenant_shares``: weights
-    by tenant. ``speculative_config``: vLLM's, empty without drafts.
-    ``required_capabilities``: those without which vLLM does not start.
-    ``engine_args``: more of vLLM's arguments, as given in the settings. ``exact_resume``: as there.
-    ``kv_offloading_size``: GiB of host memory for computed blocks, None without; ``offloading``: more fields of vLLM's
-    connector, as tests need on a CPU.
-    ``data_parallel``: None for an engine that computes alone, which vLLM requires without experts.
-    """
+    """A replica's settings for vLLM."""
 
     model: str
+    """A checkpoint's directory."""
     weights_bytes: int = 0
+    """When loaded, 0 if unknown."""
     end_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer."""
     block_size: int = VLLM_CPU_BLOCK_SIZE
     block_bytes: int = 0
+    """Bytes of one block's KV, in all ranks."""
     num_blocks: int | None = None
+    """None: as many as ``kv_cache_bytes`` holds, or as ``gpu_memory_utilization`` leaves space for; not on a CPU."""
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = _CACHE.gpu_memory_utilization
     max_model_len: int = MAX_MODEL_LEN
@@ -97,25 +87,39 @@ class VllmSettings:
     max_waiting_requests: int = _ENGINE.max_waiting_requests
     enable_prefix_caching: bool = True
     dtype: str = "auto"
+    """"auto" is the model's own."""
     model_fingerprint: str = ""
+    """Of config and weights."""
     copies: bool = False
+    """Whether KV is copied to and from other replicas."""
     pin_budget: float = 0.0
+    """The limit of pins, as a part of the pool if below 1, else in its blocks."""
     enforce_eager: bool = False
     num_threads: int = 1
+    """Of the CPU build, in all ranks."""
     lora: bool = False
+    """Whether adapters are allowed."""
     max_loras: int = _LORA.max_loras
     max_cpu_loras: int = _LORA.max_cpu_loras
     max_lora_rank: int = _LORA.max_lora_rank
     speculative_config: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's, empty without drafts."""
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
+    """Weights by tenant."""
     required_capabilities: Sequence[Capability] = ()
+    """Those without which vLLM does not start."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel: DataParallel | None = None
+    """None for an engine that computes alone, which vLLM requires without experts."""
     kv_offloading_size: float | None = None
+    """GiB of host memory for computed blocks, None without."""
     offloading: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of vLLM's connector, as tests need on a CPU."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """More of vLLM's arguments, as given in the settings."""
     exact_resume: ExactResume = "auto"
+    """As in the settings."""
 
     def without(self, off: Collection[Capability]) -> "VllmSettings":
         """Return the settings for a vLLM in which some capabilities are off."""

@@ -109,7 +109,7 @@ class AnswerReaders:
     def checked(self, request: R) -> R:
         """Return a request, with the grammar of calls if it must call. Raises InvalidRequest if it cannot."""
         use = request.tool_use
-        if not use or not use.may_call:
+        if not use.tools or not use.may_call:
             return request
         if not self._reads_tools:
             raise InvalidRequest(
