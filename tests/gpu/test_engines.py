@@ -17,9 +17,10 @@ from serve_app.engine.runner.sampling import gumbel_noise
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.structured.grammar import Grammar
 from serve_app.structured.matcher import Matchers
+from tests.harness.eventually import eventually
 from tests.serve_app.engine.adapters import described, save_random_adapter
 from tests.serve_app.engine.tiny import SCOPE, Collector, request, run_all
-from tests.vllm.engines import Both, eventually, mispredicted, outputs_of, prefix_of, reset
+from tests.vllm.engines import Both, mispredicted, outputs_of, prefix_of, reset
 
 SAMPLED: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 1.0, "seed": 7}}
 

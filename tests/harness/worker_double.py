@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from msgspec import structs
 
 from router.vllm_events.batches import BlockRemoved, BlockStored, KvEvent
 from serve_app.cli.local_ray import held_port
+from tests.harness.eventually import eventually
 from tests.router.vllm_events.pool_model import PoolModel, Publisher, encode
 
 ROOT = Path(__file__).parents[2]
@@ -293,14 +293,7 @@ class Process:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         command = [sys.executable, "-m", "tests.harness.worker_double", *flags]
         self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        deadline_s = time.monotonic() + 60
-        while time.monotonic() < deadline_s:
-            try:
-                if httpx.get(f"{self.url}/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.02)
-        raise TimeoutError(f"{self.url} did not start")
+        eventually(lambda: httpx.get(f"{self.url}/health").is_success, 60, failures=(httpx.TransportError,))
 
     def kill(self) -> None:
         """End it at once, as a machine that loses its power."""

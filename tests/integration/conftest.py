@@ -8,7 +8,6 @@ import os
 import ssl
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from filelock import FileLock
 
 from benchmarks.common.report import metric_sum
 from serve_app.replica.reporter import STATS_INTERVAL_S
+from tests.harness.eventually import eventually as until_true
 
 Started = TypeVar("Started")
 PATIENCE_S = 120.0
@@ -61,19 +61,10 @@ def alone(start: AbstractContextManager[Started]) -> Iterator[Started]:
         yield started
 
 
-def eventually(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
-    """Wait until a condition holds. A condition that cannot be evaluated yet does not hold."""
-    deadline_s = time.monotonic() + within_s
-    seen: Counter[str] = Counter()
-    while True:
-        try:
-            if holds():
-                return
-            seen["it does not hold"] += 1
-        except (httpx.HTTPError, openai.APIError, KeyError) as error:  # an error's body has no such keys
-            seen[repr(error)] += 1
-        assert time.monotonic() < deadline_s, f"it did not happen in {within_s:g} s: {seen.most_common()}"
-        time.sleep(0.1)
+def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+    """Wait until a condition holds, also of an instance that cannot answer yet."""
+    not_yet = (httpx.HTTPError, openai.APIError, KeyError)  # an error's body has no such keys
+    until_true(holds, within_s, failures=not_yet, every_s=0.1)
 
 
 def wait_until_cached(

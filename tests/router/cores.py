@@ -7,15 +7,9 @@ from router.core import RoutingCore
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import Decision, RoutedRequest
 from router.settings import RouterSettings
+from tests.harness.virtual_time import Clock
 
 CHAIN = Random(0).randbytes(16 * 20)
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def load(queued: int = 0, running: int = 0, waiting: int = 0, rate: float = 1000.0, **more: object) -> LoadReport:

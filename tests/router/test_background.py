@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from router.background import FAILURES, LOOPS, RECOVERY_S, BackgroundLoops, run_in_background, run_until_done
+from tests.harness.eventually import let_others_run
 
 pytestmark = pytest.mark.anyio
 
@@ -64,7 +65,7 @@ async def test_a_loop_is_counted_before_its_first_failure() -> None:
         await asyncio.Event().wait()
 
     task = run_in_background(patient)
-    await asyncio.sleep(0)
+    await let_others_run()
     assert failures(LOOPS, "patient") == [0.0]
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

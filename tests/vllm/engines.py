@@ -1,8 +1,7 @@
 """vLLM and the built-in engine with one model, and helpers to test both."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineOutput, EngineRequest
 from serve_app.engine.vllm.engine import VllmEngine
 from serve_app.replica.engine_factory import make_engine
+from tests.harness.eventually import eventually
 from tests.router.vllm_events.pool_model import Routers
 from tests.serve_app.engine.tiny import SCOPE, request, root_of, run_all
 
@@ -70,13 +70,6 @@ def check_reads(content: list[bytes], blocks: Sequence[int], names: Sequence[byt
             assert content[blocks[at]] == names[at], "a request reads another's KV"
         else:
             content[blocks[at]] = names[at]
-
-
-def eventually(holds: Callable[[], bool], within_s: float = 120.0) -> None:
-    end_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end_s, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def tokens_of(engine: Any, name: str, ids: Any, **sampling: Any) -> list[int]:

@@ -27,9 +27,10 @@ from serve_app.engine.vllm.scheduling.waiting_line import FairRequestQueue
 from serve_app.fairness.queue import YIELDING_ORDER
 from serve_app.fairness.shares import ACTIVE_S
 from serve_app.replica.engine_factory import make_engine
+from tests.harness.eventually import eventually
 from tests.router.vllm_events.pool_model import Routers
 from tests.serve_app.engine.tiny import Collector, request, run_all
-from tests.vllm.engines import BLOCK, BLOCKS, eventually, prefix_of
+from tests.vllm.engines import BLOCK, BLOCKS, prefix_of
 
 SCOPES = {name: PrefixScope("tiny", salt=name.encode()) for name in ("flood", "calm")}
 

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.common.server import marked_processes
 from benchmarks.gpu.run import ALONE, MORE, ROWS, START_S
-from tests.vllm.engines import eventually
+from tests.harness.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
 MARK_OF_RUN = "WARMPATH_TEST_RUN"

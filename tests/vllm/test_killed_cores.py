@@ -37,7 +37,8 @@ from serve_app.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.harness.crashes.calls import BreakingReplicas, CallCrashes
 from tests.harness.crashes.questions import ADAPTERS, PROMPT, Question, Questions, Reply
-from tests.vllm.engines import BLOCK, eventually
+from tests.harness.eventually import eventually
+from tests.vllm.engines import BLOCK
 
 KILLS = int(os.environ.get("WARMPATH_CORE_KILLS", 2))
 CLIENTS = 8

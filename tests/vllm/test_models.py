@@ -18,8 +18,9 @@ from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import RequestTooLong, Save
 from serve_app.engine.vllm.engine import VllmEngine
 from serve_app.replica.engine_factory import make_engine
+from tests.harness.eventually import eventually
 from tests.serve_app.engine.tiny import request, run_all
-from tests.vllm.engines import BLOCK, eventually, outputs_of, prefix_of
+from tests.vllm.engines import BLOCK, outputs_of, prefix_of
 
 VOCAB = 211
 SIZES: dict[str, Any] = {

@@ -23,8 +23,9 @@ from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.engine.protocol import EngineRequest, Save
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
+from tests.harness.eventually import eventually
 from tests.serve_app.engine.tiny import request, root_of, run_all
-from tests.vllm.engines import BLOCK, Both, both_engines, eventually, outputs_of, reset
+from tests.vllm.engines import BLOCK, Both, both_engines, outputs_of, reset
 from tests.vllm.live import SIZE, Live
 from tests.vllm.test_free_queue import BLOCKS, Cache
 

@@ -11,8 +11,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import EngineError
 from serve_app.engine.vllm.engine_args import REFUSED, parsed_engine_args, refused_engine_args
+from tests.harness.eventually import eventually
 from tests.serve_app.engine.tiny import Collector, request, run_all
-from tests.vllm.engines import BLOCK, Both, both_engines, compute, eventually, mispredicted, prefix_of, reset
+from tests.vllm.engines import BLOCK, Both, both_engines, compute, mispredicted, prefix_of, reset
 from tests.vllm.test_served import ended
 
 STAGES: dict[str, Any] = {

@@ -21,10 +21,11 @@ from serve_app.replica.engine_factory import make_engine
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.structured.grammar import Grammar
 from serve_app.structured.matcher import Matchers
+from tests.harness.eventually import eventually
 from tests.router.vllm_events.pool_model import Routers
 from tests.serve_app.engine.adapters import described, save_adapter
 from tests.serve_app.engine.tiny import request, run_all
-from tests.vllm.engines import BLOCK, Both, both_engines, compute, eventually, outputs_of, prefix_of, reset, tokens_of
+from tests.vllm.engines import BLOCK, Both, both_engines, compute, outputs_of, prefix_of, reset, tokens_of
 
 
 @pytest.fixture(scope="module")

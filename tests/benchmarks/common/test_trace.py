@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from benchmarks.engine import compare as engine
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 from serve_app.config import engine as engine_config
+from tests.harness.eventually import eventually
 
 ROW = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [3, 9]}
 
@@ -126,8 +126,7 @@ with server_process([sys.executable, "-c", sys.argv[1], sys.argv[2]], "http://12
 def wait_until_gone(pid: int) -> None:
     """Wait until a killed process has ended; its zombie may stay a while."""
     with suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+        eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_server_that_fails_leaves_none_of_its_processes(tmp_path: Path) -> None:
@@ -142,8 +141,7 @@ def test_a_terminated_benchmark_ends_its_server_and_what_that_started(tmp_path: 
     told = tmp_path / "pid"
     child = f"{CHILD} import time; time.sleep(1000)"
     process = subprocess.Popen([sys.executable, "-c", BENCHMARK, child, str(told)], cwd=ROOT)
-    while not (told.exists() and told.read_text().strip()):
-        assert process.poll() is None
+    eventually(lambda: told.exists() and told.read_text().strip())
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     wait_until_gone(int(told.read_text()))

@@ -36,6 +36,7 @@ from serve_app.engine.protocol import (
 from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from tests.harness.churn.audit import Imbalance, audit, settled, tables, tier_hashes
+from tests.harness.eventually import eventually
 from tests.harness.tiers import tier_settings
 
 TENANTS, PREFIXES, ADAPTERS = 12, 3, 6
@@ -151,11 +152,7 @@ class Churn:
         """Let everything end, then examine every block and every table. Raises Imbalance."""
         self.ledger.wait(0)
         self._ask_canary()
-        deadline_s = time.monotonic() + 60
-        while not self.engine._loop.call(self._look):
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("the disk tier did not come to rest")
-            time.sleep(0.005)
+        eventually(lambda: self.engine._loop.call(self._look), 60)  # the disk tier comes to rest
 
     def close(self) -> None:
         """Stop the engine."""

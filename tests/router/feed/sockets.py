@@ -1,7 +1,6 @@
 """Feeds over real, encrypted sockets, and a router that may follow them."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
 
@@ -12,12 +11,6 @@ from router.settings import RouterSettings
 
 BEAT = LoadReport(3, 1, 1, 8, 64, 1000.0)
 CHAIN = Random(0).randbytes(16 * 50)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """Wait until a condition holds, for as long as pytest lets a test run."""
-    while not true():  # noqa: ASYNC110 (nobody announces it)
-        await asyncio.sleep(0.01)
 
 
 def blocks(core: RoutingCore, name: str) -> int:

@@ -1,6 +1,5 @@
 """FeedPublisher and FeedSubscriber over real, encrypted sockets."""
 
-import asyncio
 import socket
 from random import Random
 from unittest.mock import patch
@@ -11,7 +10,8 @@ import zmq
 from router.feed import FeedEndpoint, FeedPublisher, FeedSubscriber
 from router.feed.sequencing import FeedCounters
 from router.protocol.events import BlocksRemoved, BlocksStored, Event
-from tests.router.feed.sockets import BEAT, CHAIN, blocks, following, until
+from tests.harness.eventually import let_others_run, until
+from tests.router.feed.sockets import BEAT, CHAIN, blocks, following
 
 pytestmark = pytest.mark.anyio
 
@@ -112,7 +112,7 @@ async def test_large_snapshot_leaves_the_loop_its_turns() -> None:
         subscriber = FeedSubscriber(deliver, FeedCounters())
         subscriber.connect("a", feeds["a"].endpoint)
         while arrived < 200_000:
-            await asyncio.sleep(0)
+            await let_others_run()
             most, since_turn = max(most, since_turn), 0
         assert 0 < most <= 3 * 2048
         await subscriber.close()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from router.protocol.request import NoReplicaLeft, RoutedRequest
 from router.serve import request_router
 from router.settings import RouterSettings
+from tests.harness.eventually import let_others_run
 from tests.router.cores import load
 from tests.router.serve.test_wait_queue import Case
 
@@ -32,8 +33,7 @@ NOBODY = ("never started", "stopped", "died", "out", "one out, one away")
 
 async def turn() -> None:
     """Let all that can go on do so."""
-    for _ in range(12):
-        await asyncio.sleep(0)
+    await let_others_run(12)
 
 
 class Waits(Case):
@@ -50,7 +50,7 @@ class Waits(Case):
         self.asked: list[asyncio.Task[str]] = []
 
     async def _at_once(self, attempt: int) -> None:
-        await asyncio.sleep(0)
+        await let_others_run()
 
     def set(self, letters: str) -> None:
         """Make Serve name a new set of replicas, of which the core learns too, as in an ingress."""

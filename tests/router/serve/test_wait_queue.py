@@ -17,8 +17,8 @@ from router.serve import request_router
 from router.serve.core_registry import RecentDecisions, core_for, decisions_for
 from router.serve.request_router import FEED_METADATA, CacheAwareRouter, WaitQueue, deployment_key
 from router.settings import RouterSettings
+from tests.harness.eventually import let_others_run, until
 from tests.router.cores import load
-from tests.router.feed.sockets import until
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +37,7 @@ class Room:
 
     async def pause(self, attempt: int) -> None:
         self.pauses.append(attempt)
-        await asyncio.sleep(0)
+        await let_others_run()
         self.free += self.freed
 
     def choose(self, name: object) -> Callable[[], object | None]:
@@ -63,7 +63,7 @@ async def test_first_come_first_served(free: int, requests: int, cancelled: set[
     """After any departures, the others are served in order of arrival, and only the first one asks."""
     room = Room(free)
     tasks = [asyncio.create_task(room.take(number)) for number in range(requests)]
-    await asyncio.sleep(0)
+    await let_others_run()
     for number in cancelled & set(range(free, requests)):
         tasks[number].cancel()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -95,19 +95,18 @@ async def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> N
     room = Room()
     room.queue = WaitQueue(pause)
     first = asyncio.create_task(room.take("first"))
-    await asyncio.sleep(0)
+    await let_others_run()
     room.free = 1
     second = asyncio.create_task(room.take("second"))
-    await asyncio.sleep(0)
+    await let_others_run()
     assert room.served == []
     room.free = 0
     again = asyncio.create_task(room.take("again", ahead=True))
-    await asyncio.sleep(0)
+    await let_others_run()
     while len(room.served) < 3:
         room.free += 1
         gate.set()
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await let_others_run(5)
     assert room.served == ["again", "first", "second"]
     await asyncio.gather(first, second, again)
 
@@ -139,9 +138,9 @@ async def test_an_order_is_within_a_tenant(coming: list[tuple[str, int]], freed:
             asyncio.create_task(room.queue.take(room.choose(number), tenant, order))
             for number, ((tenant, _), order) in enumerate(zip(coming, orders, strict=True))
         ]
-        await asyncio.sleep(0)
+        await let_others_run()
         tasks.append(asyncio.create_task(room.queue.take(room.choose("again"), "b", 9, ahead=True)))
-        await asyncio.sleep(0)
+        await let_others_run()
         all_here.set()
         await asyncio.gather(*tasks)
         assert not room.queue._lines
@@ -167,7 +166,7 @@ async def test_a_lower_order_asks_in_the_place_of_its_tenants_first() -> None:
     tasks = []
     for name, tenant, order in (("a0", "a", 0), ("b0", "b", 0), ("a-1", "a", -1), ("b-1", "b", -1)):
         tasks.append(asyncio.create_task(room.queue.take(room.choose(name), tenant, order)))
-        await asyncio.sleep(0)
+        await let_others_run()
     assert (room.asked, room.served) == (3, [])  # a0 twice: on arrival, and as the first in the queue
     room.free = 4
     gate.set()
@@ -289,7 +288,7 @@ async def test_nothing_is_sent_for_a_caller_that_has_left() -> None:
     route = RoutedRequest("r.0", bytes(16), 20, bytes(16))
     pending: Any = SimpleNamespace(args=[route], kwargs={})
     waiting = asyncio.create_task(case.router._choose_replica_for_request(pending))
-    await asyncio.sleep(0)
+    await let_others_run()
     decisions.leave("r.0")
     case.set("ab")
     with pytest.raises(asyncio.CancelledError):

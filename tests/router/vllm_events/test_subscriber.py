@@ -5,7 +5,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from router.vllm_events.batches import AllBlocksCleared, BlockRemoved, BlockStor
 from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import COMPLAIN_S, REPLAY_S, EventSubscriber
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
+from tests.harness.eventually import eventually
 from tests.router.vllm_events.pool_model import Publisher, Routers, chain, encode, frame_of, stored
 
 
@@ -28,14 +28,6 @@ def block(name: int) -> BlockStored:
 
 def ours(name: int) -> bytes:
     return chain(name, name)
-
-
-def until(true: Callable[[], object]) -> None:
-    """Wait for a condition, up to a generous limit."""
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -100,13 +92,13 @@ def test_lost_batches_and_a_lost_tail_are_repaired_and_unrecoverable_blocks_are_
     engine.send(encode([block(1)]), lose=True)
     engine.send(encode([block(2)]))
     engine.send(encode([BlockRemoved([bytes([1])])]), lose=True)
-    until(lambda: routers.held() == {ours(2)})
+    eventually(lambda: routers.held() == {ours(2)})
     engine.send(encode([block(3)]), lose=True)
-    until(lambda: routers.held() == {ours(2), ours(3)})
+    eventually(lambda: routers.held() == {ours(2), ours(3)})
     assert "lost" not in caplog.text
     for name in range(4, 12):
         engine.send(encode([block(name)]), lose=True)
-    until(lambda: routers.held() == {ours(name) for name in (9, 10, 11)})
+    eventually(lambda: routers.held() == {ours(name) for name in (9, 10, 11)})
     assert "batches of KV events are lost" in caplog.text
     assert subscriber.healthy()
 
@@ -115,9 +107,9 @@ def test_an_engine_that_cannot_be_routed_by_is_followed_no_longer(
     engine: Publisher, subscriber: EventSubscriber, routers: Routers, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.send(encode([block(1)]))
-    until(routers.held)
+    eventually(routers.held)
     engine.send(encode([block(2)], rank=3))
-    until(lambda: not subscriber.healthy())
+    eventually(lambda: not subscriber.healthy())
     assert "data parallel ranks 0 and 3" in caplog.text
     assert routers.held() == set()
 
@@ -180,18 +172,21 @@ def test_a_message_that_is_no_batch_costs_the_blocks_and_not_the_listening(
     listener.start()
     try:
         engine.send(encode([block(1)]))
-        until(lambda: ours(1) in routers.held())
+        eventually(lambda: ours(1) in routers.held())
         listener.cleared.clear()
         engine.send_frames(*frames)
-        until(listener.cleared.is_set)
+        eventually(listener.cleared.is_set)
         assert listener.healthy()
         assert not listener.failed
-        for name in range(10, 200):
+        names = iter(range(10, 10_000))
+
+        def passed_on() -> bool:
+            """The listener hears what follows, once it is back."""
+            name = next(names)
             engine.send(encode([block(name)]))
-            if ours(name - 1) in routers.held():
-                break
-            time.sleep(0.02)
-        until(lambda: ours(name) in routers.held())
+            return ours(name - 1) in routers.held()
+
+        eventually(passed_on, every_s=0.02)
         assert ours(9) not in routers.held()
     finally:
         listener.stop()
@@ -208,11 +203,11 @@ def test_a_number_may_be_followed_by_the_name_of_the_process(
     try:
         for name in range(1, 7):
             engine.send(encode([block(name)]), lose=name in (3, 5))
-        until(lambda: {ours(name) for name in (4, 5, 6)} <= routers.held())
+        eventually(lambda: {ours(name) for name in (4, 5, 6)} <= routers.held())
         engine.send_frames(b"topic", frame_of(0) + b"b" * 16, encode([block(8)]))
-        until(lambda: routers.held() == {ours(8)})
+        eventually(lambda: routers.held() == {ours(8)})
         engine.send_frames(b"topic", frame_of(1) + b"b" * 16, encode([block(9)]))
-        until(lambda: routers.held() == {ours(8), ours(9)})
+        eventually(lambda: routers.held() == {ours(8), ours(9)})
         assert "lost" not in caplog.text
     finally:
         listener.stop()
@@ -276,11 +271,14 @@ def test_a_listener_that_fails_says_so_and_begins_anew(
     listener = Failing(endpoints.publish, endpoints.replay, VllmPool(2, 100), routers, far=True)
     listener.start()
     try:
-        for name in range(1, 200):
+        names = iter(range(1, 10_000))
+
+        def passed_on() -> bool:
+            name = next(names)
             engine.send(encode([block(name)]))
-            if not listener.left and ours(name - 1) in routers.held():
-                break
-            time.sleep(0.02)
+            return not listener.left and ours(name - 1) in routers.held()
+
+        eventually(passed_on, every_s=0.02)
         assert (listener.left, listener.healthy(), listener.failed, listener.connected) == (0, True, "", True)
         assert ("RuntimeError", False) in said
         assert LOOPS.failing()["EventSubscriber._listen"] == "RuntimeError", "health tells it"

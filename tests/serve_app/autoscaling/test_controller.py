@@ -18,6 +18,7 @@ from serve_app.app import INGRESS_POLICY, REPLICA_POLICY, _autoscaling
 from serve_app.autoscaling import board
 from serve_app.autoscaling.policy import CONTROL_PERIOD_S
 from serve_app.autoscaling.signals import OLD_AFTER_S, signals
+from tests.harness.virtual_time import Clock
 
 REPLICA = ReplicaFigures(
     version=1, arrived_tokens=1e6, queued_tokens=8000, prefill_tokens_per_s=4000, running=10, waiting=2, slots=16,
@@ -100,14 +101,13 @@ def test_nonsense_is_refused_and_figures_survive_the_transport(floats: dict[str,
 DEPLOYMENT = DeploymentID(name="Replica", app_name="app")
 
 
-class Clock:
-    now_s = 0.0
+clock = Clock()
 
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Provide a clock that the test moves, no Ray to notify, and a separate board."""
-    monkeypatch.setattr("time.monotonic", lambda: Clock.now_s)
+    monkeypatch.setattr("time.monotonic", clock)
     monkeypatch.setattr(board, "_boards", {})
     monkeypatch.setattr(board, "post", lambda *_: None)
 
@@ -150,7 +150,7 @@ def test_both_meet_on_the_board_and_the_number_follows() -> None:
     ingress, replica = policies()
     target, arrived = 2, REPLICA.arrived_tokens
     for second in range(120):
-        Clock.now_s += 1.0
+        clock.now_s += 1.0
         arrived += 2 * 30_000
         ingress(Context(1, raw(ids(1), INGRESS.to_floats(), second), ids(1)))
         figures = {**REPLICA.to_floats(), "arrived_tokens": arrived}
@@ -162,9 +162,9 @@ def test_a_restarted_controller_keeps_the_number() -> None:
     """The first calls have no replica, no report and no state; then reports arrive one by one."""
     ingress, replica = policies()
     for seen in (0, 0, 1, 2, 3, 3, 3):
-        Clock.now_s += CONTROL_PERIOD_S
-        idle = raw(ids(seen), {**REPLICA.to_floats(), "queued_tokens": 0.0}, Clock.now_s)
-        ingress(Context(1, raw(ids(1 if seen else 0), INGRESS.to_floats(), Clock.now_s), ids(1)))
+        clock.now_s += CONTROL_PERIOD_S
+        idle = raw(ids(seen), {**REPLICA.to_floats(), "queued_tokens": 0.0}, clock.now_s)
+        ingress(Context(1, raw(ids(1 if seen else 0), INGRESS.to_floats(), clock.now_s), ids(1)))
         assert replica(Context(3, idle, ids(3 if seen else 0)))[0] == 3
 
 
@@ -173,8 +173,8 @@ def test_reports_that_stand_still_hold_the_number() -> None:
     ingress, replica = policies()
     busy = {**REPLICA.to_floats(), "queued_tokens": 1e9}
     for _ in range(30):
-        Clock.now_s += CONTROL_PERIOD_S
-        ingress(Context(1, raw(ids(1), INGRESS.to_floats(), Clock.now_s), ids(1)))
+        clock.now_s += CONTROL_PERIOD_S
+        ingress(Context(1, raw(ids(1), INGRESS.to_floats(), clock.now_s), ids(1)))
         replica(Context(3, raw(ids(3), busy, 1e9), ids(3)))
     assert replica(Context(3, raw(ids(3), busy, 1e9), ids(3)))[0] == 3
 
@@ -182,7 +182,7 @@ def test_reports_that_stand_still_hold_the_number() -> None:
 def test_a_policy_that_faults_changes_nothing_and_raises_nothing() -> None:
     """While a policy raises, Serve's application manager stands still for all applications. (docs: autoscaling)"""
     for policy in policies():
-        Clock.now_s += CONTROL_PERIOD_S
+        clock.now_s += CONTROL_PERIOD_S
         assert policy(Context(5, object(), ids(5)))[0] == 5
         assert policy(Context(5, None, ids(5)))[0] == 5
 
@@ -190,11 +190,11 @@ def test_a_policy_that_faults_changes_nothing_and_raises_nothing() -> None:
 def test_between_two_control_periods_nothing_is_decided() -> None:
     """Serve asks ten times a second."""
     ingress, replica = policies()
-    Clock.now_s += 100.0
+    clock.now_s += 100.0
     assert replica(Context(3, {}, ids(3)))[0] == 3
     ingress(Context(1, raw(ids(1), {**INGRESS.to_floats(), "min_replicas": 6.0}, 1.0), ids(1)))
     assert replica(Context(3, raw(ids(3), REPLICA.to_floats(), 1.0), ids(3)))[0] == 3
-    Clock.now_s += CONTROL_PERIOD_S
+    clock.now_s += CONTROL_PERIOD_S
     assert replica(Context(3, raw(ids(3), REPLICA.to_floats(), 2.0), ids(3)))[0] == 6
 
 
@@ -210,13 +210,13 @@ def test_each_of_several_models_follows_its_own_figures_and_one_at_zero_its_wait
         return {f"{name}:{key}": value for name, figures in named for key, value in figures.to_floats().items()}
 
     def targets() -> list[int]:
-        Clock.now_s += CONTROL_PERIOD_S
+        clock.now_s += CONTROL_PERIOD_S
         contexts = (
             Context(0, {}, deployment_name=name, total_num_requests=0.0) for name in ("Replica-one", "Replica-two")
         )
         return [replica(context)[0] for context in contexts]
 
-    ingress(Context(1, raw([source], told(0.0), Clock.now_s), [source], deployment_name="Ingress"))
+    ingress(Context(1, raw([source], told(0.0), clock.now_s), [source], deployment_name="Ingress"))
     assert targets() == [0, 2]
-    ingress(Context(1, raw([source], told(1.0), Clock.now_s), [source], deployment_name="Ingress"))
+    ingress(Context(1, raw([source], told(1.0), clock.now_s), [source], deployment_name="Ingress"))
     assert targets() == [1, 2]

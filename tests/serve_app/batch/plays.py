@@ -1,6 +1,5 @@
 """Batches over several processes that die, pause and follow each other, with moved clocks, beside a naive oracle."""
 
-import asyncio
 import sqlite3
 import tempfile
 from collections import Counter
@@ -16,6 +15,7 @@ from serve_app.batch import batch_run, files, lines, worker
 from serve_app.batch.batch_run import Said
 from serve_app.batch.batches import ABANDONED_S, BATCH, ENDED, QUEUE, StoredBatch
 from serve_app.batch.files import CONTENT, FILE
+from tests.harness.virtual_time import passes
 from tests.serve_app.batch.world import Ingress, World, said
 
 TENANTS = ("acme", "globex", "initech")
@@ -72,7 +72,7 @@ class Play:
         if (left_s := self.limited.get(tenant, 0.0) - now_s) > 0:
             self.refused = True
             return said(prompt, 429, retry_after_s=max(1.0, left_s), own_limit=True)  # as the server tells
-        await asyncio.sleep(0.25 * (1 + number % 5))
+        await passes(0.25 * (1 + number % 5))
         self.answered[prompt] += 1
         return said(prompt, STATUSES[number % 5])
 
@@ -242,7 +242,7 @@ def played(events: list[tuple[tuple[Any, ...], float]]) -> None:
                     await play.replace(values[0], kill=values[1])
                 else:
                     await getattr(play, name)(*values)
-                await asyncio.sleep(seconds)
+                await passes(seconds)
                 await play.counts_are_true()
             await play.end()
             await play.judge()

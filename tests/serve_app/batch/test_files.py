@@ -17,6 +17,7 @@ from serve_app.batch import files
 from serve_app.batch.batches import ABANDONED_S
 from serve_app.batch.files import File, new_id, place_of, told_place
 from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge
+from tests.harness.virtual_time import passes
 from tests.serve_app.batch.world import EPOCH_S, Died, Ingress, World
 
 CHUNK = 512
@@ -128,7 +129,7 @@ class Room:
                 await asyncio.wait({task})
             error = _error(task)
             assert error is None or isinstance(error, asyncio.CancelledError), error
-        await asyncio.sleep(1)
+        await passes(1)
         one = self.world.ingress("judge")
         wanted = sum(2 + -(-len(content) // CHUNK) for _, content in self.kept.values())
         assert self.killed or rows(self.world) == wanted, "at once; only what dies leaves something, for an hour"
@@ -179,7 +180,7 @@ def test_room_is_taken_once_and_given_back(events: list[tuple[tuple[Any, ...], f
             room = Room(world)
             for (name, *values), seconds in events:
                 await getattr(room, name)(*values)
-                await asyncio.sleep(seconds)
+                await passes(seconds)
                 await room.is_bounded()
             await room.judge()
 

@@ -16,6 +16,7 @@ from serve_app.batch.files import FILE, File
 from serve_app.batch.lines import PART_LINES, RawLine, asked, checked, lines_of
 from serve_app.batch.wire import PageQuery, openai_batch, page
 from serve_app.errors import RequestTooLarge
+from tests.harness.virtual_time import passes
 from tests.serve_app.batch.world import URL, World, content_of
 
 MOST_CALLS = 5000
@@ -105,11 +106,11 @@ def test_a_batch_of_many_lines_begins_without_holding_the_loop_up(world: World) 
         with world.meter.counting() as meter:
             one.start()
             await ordered[one].wait()
-            await asyncio.sleep(1)
+            await passes(1)
             await one.worker.stop()
             two.start()
             await ordered[two].wait()
-            await asyncio.sleep(1)
+            await passes(1)
         assert meter.most < 20 * PART_LINES, meter.most
         await two.batches.cancel("acme", batch.id)
         await world.until_ended(two, ("acme", batch))

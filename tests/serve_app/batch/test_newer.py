@@ -1,6 +1,5 @@
 """Rows that a newer release has stored, or that are damaged: each costs itself, with a warning, and nothing is lost."""
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ from serve_app.batch.batches import ABANDONED_S, BATCH, QUEUE, QueuedBatch, new_
 from serve_app.batch.files import CONTENT, FILE
 from serve_app.batch.worker import POLL_S
 from serve_app.errors import NotFound, StoredByNewerRelease
+from tests.harness.virtual_time import passes
 from tests.serve_app.batch.world import Ingress, World
 
 OTHERS = (b"[1]", b"\xff", b'{"v": 9}', b"null")
@@ -54,7 +54,7 @@ def test_a_row_of_another_release_costs_itself(value: bytes, world: World, caplo
         world.shift_s += ABANDONED_S + 1
         await one.batches.sweep("acme")
         assert await one.files.part("acme", name, 0, len(held)) == held
-        await asyncio.sleep(20 * POLL_S)
+        await passes(20 * POLL_S)
         await one.worker.stop()
         assert failures() == before
         told = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]

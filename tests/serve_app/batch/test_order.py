@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.batch.order import Group, LineRunner, as_given, beginnings, grouped
+from tests.harness.eventually import let_others_run
 
 LONG = "m" * 5000
 WORDS = "river stone copper garden winter signal harbor window letter orange".split()
@@ -90,7 +91,7 @@ def test_two_thousand_shuffled_requests_compute_each_beginning_once() -> None:
 
     async def work(number: int) -> None:
         started.append(shuffled[number])
-        await asyncio.sleep(0)
+        await let_others_run()
 
     for groups in (grouped(chains), as_given(len(chains))):
         started.clear()
@@ -123,7 +124,7 @@ def test_the_first_request_of_a_group_is_alone_until_it_is_answered() -> None:
         done = asyncio.create_task(LineRunner(work, lambda: 8, lambda: 2).run(grouped(chains)))
         while not done.done():
             for _ in range(20):  # whatever can start starts
-                await asyncio.sleep(0)
+                await let_others_run()
             for first in [*running][:1]:
                 running[first].set()
         done.result()
@@ -140,7 +141,7 @@ def test_a_failure_and_a_cancel_end_all_that_is_in_progress() -> None:
         try:
             if number == 3:
                 raise ValueError("three")
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.append(number)
 

@@ -1,6 +1,5 @@
 """Who has a place in an ingress: a tenant that must wait, or that many wait behind, gives its place back."""
 
-import asyncio
 from collections import Counter
 from typing import Any
 
@@ -12,6 +11,7 @@ from serve_app.batch import batch_run, turns, worker
 from serve_app.batch.batch_run import Said
 from serve_app.batch.batches import Batches, QueuedBatch, StoredBatch
 from serve_app.errors import Overloaded
+from tests.harness.virtual_time import passes
 from tests.serve_app.batch.world import World, said
 
 DAY_S = 86_400.0
@@ -84,7 +84,7 @@ def test_tenants_have_as_many_turns_as_each_other(world: World, monkeypatch: pyt
                 await one.submit(name, 3, window_s=80_000.0)
         one.start()
         rounds = 6
-        await asyncio.sleep(rounds * turns.TURN_S * len(names) / 2)
+        await passes(rounds * turns.TURN_S * len(names) / 2)
         assert set(had) == {*names} and max(had.values()) - min(had.values()) <= 1, had
         assert rounds - 2 <= min(had.values()) <= rounds
         await one.worker.stop()
@@ -99,7 +99,7 @@ def test_tenants_with_spent_budgets_take_no_places(world: World) -> None:
         one, spent = world.ingress(), True
 
         async def answer(tenant: str, prompt: str) -> Said:
-            await asyncio.sleep(0.1)
+            await passes(0.1)
             return (
                 said(prompt, 429, retry_after_s=DAY_S, own_limit=True) if spent and tenant != "rich" else said(prompt)
             )
@@ -112,9 +112,9 @@ def test_tenants_with_spent_budgets_take_no_places(world: World) -> None:
         one.start()
         await world.until_ended(one, ("rich", rich), most_s=60)
         assert (await one.batches.get("rich", rich.id)).completed == 3
-        await world.until(lambda: asyncio.sleep(0, not one.worker.running), 60)
+        await world.until(lambda: not one.worker.running, 60)
         begun, asked = world.loop.time(), sum(world.asked.values())
-        await asyncio.sleep(3600)
+        await passes(3600)
         looks = (world.loop.time() - begun) // turns.MOST_REST_S + 1
         assert sum(world.asked.values()) - asked <= looks * len(poor) * 8, "only now and then, whether it goes on"
         spent = False
@@ -138,7 +138,7 @@ def test_what_rests_is_cancelled_and_expires_as_ever(world: World) -> None:
         world.answer = answer  # type: ignore[method-assign]
         first, second = await one.submit("acme", window_s=100.0), await one.submit("acme", window_s=3e6)
         one.start()
-        await asyncio.sleep(20)
+        await passes(20)
         await one.batches.cancel("acme", second.id)
         await world.until_ended(one, ("acme", second), most_s=10)
         await world.until_ended(one, ("acme", first), most_s=100)
@@ -166,7 +166,7 @@ def test_a_tenant_behind_more_than_there_are_places_has_its_turn(
         async def answer(tenant: str, prompt: str) -> Said:
             if tenant != "late" and not free and blocked == "busy":
                 return said(prompt, 429, retry_after_s=20.0)
-            await asyncio.sleep(25.0 if blocked == "slow" and tenant != "late" and not free else 0.1)
+            await passes(25.0 if blocked == "slow" and tenant != "late" and not free else 0.1)
             done[tenant, prompt] += 1
             return said(prompt)
 
@@ -174,7 +174,7 @@ def test_a_tenant_behind_more_than_there_are_places_has_its_turn(
         one.worker.quiet = lambda tenant, model: free or blocked != "quiet" or tenant == "late"
         early = [(f"early-{at}", await one.submit(f"early-{at}", 100, window_s=80_000.0)) for at in range(4)]
         one.start()
-        await asyncio.sleep(5)
+        await passes(5)
         assert len(one.worker.running) == 2
         late = await one.submit("late")
         await world.until_ended(one, ("late", late), most_s=3 * turns.TURN_S + 10)
@@ -196,9 +196,9 @@ def test_without_others_a_batch_keeps_its_place(world: World) -> None:
         await one.submit("acme", 3, window_s=80_000.0)
         world.quiet = False
         one.start()
-        await asyncio.sleep(5)
+        await passes(5)
         (task,) = one.worker.running.values()
-        await asyncio.sleep(10 * turns.TURN_S)
+        await passes(10 * turns.TURN_S)
         assert [*one.worker.running.values()] == [task]
         await one.worker.stop()
 
@@ -216,10 +216,10 @@ def test_a_tenant_that_is_removed_gives_its_place_back(world: World) -> None:
         world.quiet = False
         batch = await one.submit("acme", window_s=80_000.0)
         one.start()
-        await asyncio.sleep(3)
+        await passes(3)
         world.unknown.add("acme")
-        await asyncio.sleep(3)
-        await world.until(lambda: asyncio.sleep(0, not one.worker.running), 60)
+        await passes(3)
+        await world.until(lambda: not one.worker.running, 60)
         world.unknown.clear()
         world.quiet = True
         await world.until_ended(one, ("acme", batch), most_s=10)
@@ -245,7 +245,7 @@ def test_a_batch_that_fails_each_time_costs_nobody_else(world: World, caplog: py
         broken.add(bad.id)
         one.start()
         await world.until_ended(one, ("acme", good), ("globex", other), most_s=30)
-        await asyncio.sleep(1200)
+        await passes(1200)
         told = [record for record in caplog.records if bad.id in record.getMessage()]
         assert 3 <= len(told) <= 12, "later and later"
         broken.clear()

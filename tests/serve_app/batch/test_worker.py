@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from serve_app.batch.batches import Batches, LineResult, StoredBatch
 from serve_app.batch.files import CONTENT, Files
 from serve_app.batch.worker import BatchWorker
 from serve_app.errors import NotFound, Overloaded
+from tests.harness.eventually import until
+from tests.harness.virtual_time import passes
 from tests.serve_app.batch import kills
 from tests.serve_app.batch.kills import LINES, TENANTS, ended, judged, opened, submitted
 from tests.serve_app.batch.plays import MOVED, REPLACED, STEADY, few, of, played
@@ -30,23 +32,17 @@ FEW = 40
 """Lines of a batch, where more would only take longer."""
 
 
-async def until(met: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(60):
-        while not await met():  # noqa: ASYNC110  # other processes decide
-            await asyncio.sleep(0.05)
-
-
 def test_a_batch_whose_lines_rest_counts_all_that_are_answered(world: World) -> None:
     """Lines end while its row is written, which takes its time."""
 
     async def run() -> None:
         one = world.ingress()
         batch = await one.submit("acme", 30)
-        one.objects.before = lambda number: asyncio.sleep(0.3)
+        one.objects.before = lambda number: passes(0.3)
         one.start()
-        await world.until(lambda: asyncio.sleep(0, world.kept.total() >= 12), 100)
+        await world.until(lambda: world.kept.total() >= 12, 100)
         world.quiet = False
-        await asyncio.sleep(20 * lease.TICK_S)
+        await passes(20 * lease.TICK_S)
         one.objects.before = None
         found = await one.batches.get("acme", batch.id)
         assert found.completed == len(await one.batches.done("acme", found)) == world.kept.total() < 30
@@ -66,7 +62,7 @@ def test_a_late_batch_keeps_up_with_its_time(count: int, world: World) -> None:
         begun_s = world.loop.time()
         one.start()
         for over_s in range(40, 1000, 50):
-            await asyncio.sleep(begun_s + over_s - world.loop.time())
+            await passes(begun_s + over_s - world.loop.time())
             wanted = ceil(count * over_s / most_s) if over_s > most_s / 2 else 0
             assert world.asked.total() == wanted, over_s
         assert not any(world.waits)
@@ -99,7 +95,7 @@ def test_a_batch_that_makes_room_ends_and_counts_what_it_has_begun(world: World)
         one, limited = world.ingress(), True
 
         async def answer(tenant: str, prompt: str) -> Said:
-            await asyncio.sleep(0.1)
+            await passes(0.1)
             if prompt == "5" and limited:
                 return Said(429, b"{}", retry_after_s=86_400.0, own_limit=True)
             return Said(500 if prompt == "0" else 200, b"{}")
@@ -107,8 +103,8 @@ def test_a_batch_that_makes_room_ends_and_counts_what_it_has_begun(world: World)
         world.answer = answer  # type: ignore[method-assign]
         batch = await one.submit("acme", 6, window_s=80_000.0)
         one.start()
-        await world.until(lambda: asyncio.sleep(0, bool(one.worker.running)), 10)
-        await world.until(lambda: asyncio.sleep(0, not one.worker.running), 60)
+        await world.until(lambda: bool(one.worker.running), 10)
+        await world.until(lambda: not one.worker.running, 60)
         found = await one.batches.get("acme", batch.id)
         assert (found.status, found.completed, found.failed) == ("in_progress", 4, 1)
         limited = False
@@ -129,9 +125,9 @@ def test_a_batch_of_a_dead_process_goes_on_after_its_lease(back_s: float, world:
         batch = await one.submit("acme", 3)
         world.quiet = False
         one.start()
-        await world.until(lambda: asyncio.sleep(0, bool(one.worker.running)), 10)
+        await world.until(lambda: bool(one.worker.running), 10)
         two.start()
-        await asyncio.sleep(3 * lease.LEASE_S)
+        await passes(3 * lease.LEASE_S)
         assert not two.worker.running
         await one.kill()
         world.shift_s -= back_s
@@ -150,16 +146,16 @@ def test_a_process_that_was_away_finds_its_batch_taken(world: World) -> None:
         batch = await one.submit("acme", 3)
         world.quiet = False
         one.start()
-        await world.until(lambda: asyncio.sleep(0, bool(one.worker.running)), 10)
+        await world.until(lambda: bool(one.worker.running), 10)
 
         async def away(number: int) -> None:
             await back.wait()
 
         one.objects.before = away
         two.start()
-        await world.until(lambda: asyncio.sleep(0, bool(two.worker.running)), 2 * lease.LEASE_S)
+        await world.until(lambda: bool(two.worker.running), 2 * lease.LEASE_S)
         back.set()
-        await asyncio.sleep(5 * lease.TICK_S)
+        await passes(5 * lease.TICK_S)
         holder = (await two.batches.get("acme", batch.id)).holder
         assert (holder, bool(one.worker.running), bool(two.worker.running)) == (two.worker.name, False, True)
         world.quiet = True
@@ -213,7 +209,7 @@ def test_results_that_another_process_has_written_too_are_not_left_behind(world:
         one.worker.batches = Batches(one.objects, Slow(one.objects))
         one.start()
         await taken.wait()
-        await world.until(lambda: asyncio.sleep(0, not one.worker.running), 10)
+        await world.until(lambda: not one.worker.running, 10)
         assert len(await one.objects.ids("acme", CONTENT)) == 1, "its input's"
         await one.worker.stop()
 
@@ -543,12 +539,12 @@ def test_a_batch_that_is_late_waits_for_nobody_with_one_line(
         await batches.change(TENANTS[0], batch_id, age)
         one = BatchWorker(opened(tmp_path / "f", None), "one", ask, bool, quiet, lambda: 8, lambda: 2)
         one.start()
-        await until(lambda: asyncio.sleep(0, looks >= 10))
+        await until(lambda: looks >= 10)
         if part > 0.5:
             # On time again: most of its lines have a result.
-            await until(lambda: asyncio.sleep(0, len(waited) >= FEW * part))
+            await until(lambda: len(waited) >= FEW * part)
             looks = 0
-            await until(lambda: asyncio.sleep(0, looks >= 20))
+            await until(lambda: looks >= 20)
             assert (most, {*waited}) == (1, {False}) and len(waited) <= FEW * part + 2
         else:
             assert not waited

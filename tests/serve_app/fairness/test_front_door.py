@@ -8,6 +8,7 @@ from serve_app.errors import RateLimited
 from serve_app.fairness.front_door import ASKED_S, BESIDE_PART, Arrival, FrontDoor
 from serve_app.fairness.queue import YIELDING_ORDER
 from serve_app.fairness.shares import Shares
+from tests.harness.eventually import let_others_run
 
 MIB = 1 << 20
 
@@ -98,7 +99,7 @@ async def test_flex_leaves_half_of_the_waiting_room() -> None:
     assert (refused.value.code, refused.value.status) == ("resource_unavailable", 429)
     inside.pop().release()
     turns = [asyncio.create_task(inside[0].turn(1, 2**32, flex=True)), asyncio.create_task(inside[1].turn(1))]
-    await asyncio.sleep(0)
+    await let_others_run()
     place.give_back()
     await turns[1]
     assert not turns[0].done(), "flex does not wait for the others"

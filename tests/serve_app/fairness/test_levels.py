@@ -12,6 +12,7 @@ from serve_app.config.tenants import TenantConfig
 from serve_app.errors import RateLimited
 from serve_app.fairness.levels import LevelAnswer, LevelQuestion, Levels
 from serve_app.fairness.rate_limits import Allowance, TenantLimits
+from tests.harness.eventually import let_others_run
 
 
 class Deployment:
@@ -41,7 +42,7 @@ class Deployment:
 
     async def pause(self) -> None:
         for _ in range(self._random.randint(0, 5)):
-            await asyncio.sleep(0)
+            await let_others_run()
 
     async def begin(self, ingress: int) -> Allowance:
         """Begin a request. Raises RateLimited."""
@@ -85,14 +86,12 @@ def test_the_sum_never_exceeds_the_limit_and_any_ingress_can_use_all_of_it(
     bursts = [[chance.randint(0, 200), chance.randint(0, 60), chance.randrange(ingresses)] for _ in range(15)]
 
     async def one(deployment: Deployment, after: int, rounds: int, ingress: int) -> None:
-        for _ in range(after):
-            await asyncio.sleep(0)
+        await let_others_run(after)
         try:
             allowance = await deployment.begin(ingress)
         except RateLimited:
             return
-        for _ in range(rounds):
-            await asyncio.sleep(0)
+        await let_others_run(rounds)
         deployment.end(allowance)
 
     async def run() -> None:

@@ -11,7 +11,7 @@ from serve_app.api.openai.response import openai_limits
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import RateLimited
 from serve_app.fairness.rate_limits import Allowance, Left, LimitsLeft, TenantLimits, TokenBucket
-from tests.router.cores import Clock
+from tests.harness.virtual_time import Clock
 
 
 def tenant(name: str = "acme", **limits: Any) -> TenantConfig:

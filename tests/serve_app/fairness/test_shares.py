@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serve_app.fairness.queue import TenantQueue
 from serve_app.fairness.shares import ACTIVE_S, Budget, Claim, Shares, verdict
-from tests.router.cores import Clock
+from tests.harness.virtual_time import Clock
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from serve_app.fairness.queue import QUANTUM, Place, WaitingLine
 from serve_app.fairness.shares import Budget, Shares
+from tests.harness.eventually import let_others_run
 
 pytestmark = pytest.mark.anyio
 
@@ -21,8 +22,7 @@ def line_of(total: int, weights: dict[str, float] | None = None) -> tuple[Waitin
 
 
 async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await let_others_run(5)
 
 
 async def test_a_flood_keeps_nobody_out() -> None:
@@ -59,7 +59,7 @@ async def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
         started[tenant] += cost
         if started["a"] < 60_000 and started["b"] < 60_000:
             assert abs(started["a"] - started["b"]) <= 4000 + QUANTUM
-        await asyncio.sleep(0)
+        await let_others_run()
         place.give_back()
 
     hold = await line.enter("c", 1, 1)
@@ -93,10 +93,9 @@ async def test_a_tenant_that_comes_and_goes_gets_no_more_than_one_with_a_queue(
         while not over.is_set():
             place = await line.enter(tenant, 1, cost)
             started[tenant] += cost
-            await asyncio.sleep(0)
+            await let_others_run()
             place.give_back()
-            for _ in range(pause):
-                await asyncio.sleep(0)
+            await let_others_run(pause)
 
     tasks = [asyncio.create_task(ask("queues", others, 0)) for _ in range(4)]
     await settle()
@@ -104,7 +103,7 @@ async def test_a_tenant_that_comes_and_goes_gets_no_more_than_one_with_a_queue(
     tasks += [asyncio.create_task(ask("comes", cost, pause)) for _ in range(at_once)]
     ahead = 0.0
     for _ in range(400):
-        await asyncio.sleep(0)
+        await let_others_run()
         ahead = max(ahead, started["comes"] - 1.15 * started["queues"])
     over.set()
     await asyncio.gather(*tasks)
@@ -230,7 +229,7 @@ async def starts(coming: list[tuple[str, int]], total: int) -> list[int]:
         place.give_back()
 
     tasks = [asyncio.create_task(work(number)) for number in range(len(coming))]
-    await asyncio.sleep(0)
+    await let_others_run()
     for place in hold:
         place.give_back()
     await asyncio.gather(*tasks)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from serve_app.fairness.queue import FairWorkers, LoopTurns
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.work import StepBudget, TenantsLru, TooMuchWorkError, check_wanted
+from tests.harness.eventually import let_others_run
 
 
 @pytest.mark.anyio
@@ -19,7 +20,7 @@ async def test_a_tenant_with_much_to_do_leaves_a_thread() -> None:
     release = threading.Event()
     workers = FairWorkers(Shares({"a": 1.0, "b": 1.0}), threads=2)
     jobs = [asyncio.create_task(workers.run("a", 1000, release.wait, 30)) for _ in range(6)]
-    await asyncio.sleep(0)
+    await let_others_run()
     assert await asyncio.wait_for(workers.run("b", 10, lambda: 42), 20) == 42
     release.set()
     assert await asyncio.gather(*jobs) == [True] * 6
@@ -37,7 +38,7 @@ async def test_a_begun_job_keeps_its_thread_when_its_caller_leaves() -> None:
     running = asyncio.create_task(workers.run("a", 1, release.wait, 30))
     waiting = asyncio.create_task(workers.run("a", 1, ran.set))
     last = asyncio.create_task(workers.run("a", 1, fail))
-    await asyncio.sleep(0)
+    await let_others_run()
     running.cancel()
     waiting.cancel()
     await asyncio.wait([running, waiting])
@@ -83,11 +84,11 @@ async def test_work_that_took_longer_than_its_bytes_is_charged() -> None:
         now_s += 2.0
 
     await workers.run("a", 10, slow)
-    await asyncio.sleep(0)
+    await let_others_run()
     gate = asyncio.create_task(workers.run("c", 10, release.wait, 20))
-    await asyncio.sleep(0)
+    await let_others_run()
     jobs = [asyncio.create_task(workers.run(tenant, 16 << 10, order.append, tenant)) for tenant in "a" + 50 * "b"]
-    await asyncio.sleep(0)
+    await let_others_run()
     release.set()
     await asyncio.gather(gate, *jobs)
     assert order == [*50 * "b", "a"]
@@ -128,7 +129,7 @@ def test_one_begins_in_a_round_of_the_loop_in_turns_of_tenants(asked: list[tuple
         count()
         await turns.turn("first")
         tasks = [asyncio.create_task(begin(tenant)) for tenant, _ in asked]
-        await asyncio.sleep(0)
+        await let_others_run()
         for task, (_, leaves) in zip(tasks, asked, strict=True):
             if leaves:
                 task.cancel()

@@ -31,6 +31,7 @@ from serve_app.engine.protocol import (
 from serve_app.engine.token_channel import TokenInbox
 from serve_app.generation.dispatch import Dispatcher
 from serve_app.tracing import Tracer
+from tests.harness.eventually import let_others_run
 from tests.serve_app.generation.outputs import output
 
 BLOCK = 4
@@ -59,7 +60,7 @@ class FakeResult:
             sent += 1
             if chunk.finish_reason is not None:
                 return to_wire(output(seq=sent, finish_reason=chunk.finish_reason))
-            await asyncio.sleep(0)
+            await let_others_run()
         raise ActorUnavailableError("it broke off", None)
 
     def cancel(self) -> None:

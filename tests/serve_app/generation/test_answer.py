@@ -36,6 +36,7 @@ from serve_app.generation.answer import (
     choice_pieces,
 )
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.harness.eventually import let_others_run
 from tests.serve_app.generation.fake_replicas import generation
 from tests.serve_app.generation.outputs import output
 
@@ -67,7 +68,7 @@ class Source:
         self.most = max(self.most, self.running)
         try:
             for token in range(3):
-                await asyncio.sleep(0)
+                await let_others_run()
                 if generation.request_id == self.failing:
                     raise GenerationFailed("broken")
                 yield output((token,), FirstToken(0) if not token else None, "length" if token == 2 else None)

@@ -24,6 +24,7 @@ from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, P
 from serve_app.errors import LimitReason, Overloaded, RateLimited, WarmpathError
 from serve_app.generation.dispatch import MAX_ATTEMPTS, Aborts
 from serve_app.ray_compat import cancel_call
+from tests.harness.eventually import let_others_run
 from tests.serve_app.generation.fake_replicas import (
     Chunks,
     FakeHandle,
@@ -240,13 +241,13 @@ def test_leaving_between_the_assignment_and_its_news_cancels_the_call() -> None:
 @pytest.mark.anyio
 async def test_leaving_before_the_assignment_cancels_that() -> None:
     """Nothing was sent yet, and nothing will be; a call with a failed assignment has nothing to cancel."""
-    never = called(asyncio.sleep(3600))
+    never = called(asyncio.Event().wait())
     failed = called(asyncio.sleep(0, result=None))
-    await asyncio.sleep(0)
+    await let_others_run()
     failed._replica_result_future.cancel()
     for stream in (never, failed):
         cancel_call(stream)
-    await asyncio.sleep(0)
+    await let_others_run()
     assert never._replica_result_future.cancelled()
 
 
@@ -316,7 +317,7 @@ LATE = output(error="timeout", message="The answer took too long.")
 
 
 async def never(*_: Any) -> AsyncIterator[EngineOutput]:
-    await asyncio.sleep(3600)
+    await asyncio.Event().wait()
     yield FULL
 
 

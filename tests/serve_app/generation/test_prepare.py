@@ -22,6 +22,7 @@ from serve_app.prompts.registry import PromptNotFound, Prompts
 from serve_app.structured.grammar import Grammar
 from serve_app.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.harness.eventually import let_others_run
 
 SECRET = b"s" * 32
 RULES = "You are a careful clerk. Name the clause, the date and the amount before any advice. " * 3
@@ -412,16 +413,16 @@ def test_a_round_of_the_loop_prepares_few_prompts_and_each_tenant_has_turns(
         many = CompletionRequest(model="demo", prompts=tuple(f"{number} is due" for number in range(64)))
         flood = [asyncio.create_task(preparer.prepare(many, Tenant("flood"), f"{at}")) for at in range(4)]
         while len(rounds) < 40:
-            await asyncio.sleep(0)
+            await let_others_run()
             now += 1
         one = CompletionRequest(model="demo", prompts=("What is due?", "And when?", "Who pays?"))
         other, began = asyncio.create_task(preparer.prepare(one, Tenant("other"), "one")), now
         while not other.done():
-            await asyncio.sleep(0)
+            await let_others_run()
             now += 1
         took = now - began
         while not all(task.done() for task in flood):
-            await asyncio.sleep(0)
+            await let_others_run()
             now += 1
         return took
 

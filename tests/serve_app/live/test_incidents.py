@@ -1,11 +1,10 @@
 """Incidents, for current and for later watchers, and figures from before the first watcher."""
 
-import asyncio
-
 import pytest
 
 from router.protocol.events import LoadReport
 from serve_app.live import replicas as replicas_module
+from tests.harness import eventually
 from tests.serve_app.live.test_live import Ingresses, decoded, quick, until  # noqa: F401 (quick is used by all)
 from tests.serve_app.live.traffic import is_idle
 
@@ -85,9 +84,12 @@ async def test_later_watchers_see_how_a_replica_left(monkeypatch: pytest.MonkeyP
     report("r3")
     await until(watcher, lambda event: event.get("replica") == "r3" and event.get("state") == "serving")
     live.reset(complete=True)
-    async with asyncio.timeout(30):
-        while len(incidents := (await live.snapshot(None))["incidents"]) < 4:  # noqa: ASYNC110 (there is no event)
-            await asyncio.sleep(0.01)
+
+    async def four() -> bool:
+        return len((await live.snapshot(None))["incidents"]) >= 4
+
+    await eventually.until(four)
+    incidents = (await live.snapshot(None))["incidents"]
     assert [(row["type"], row.get("number"), row.get("lost")) for row in incidents] == [
         ("replica_left", 1, True),
         ("replica_left", 2, False),

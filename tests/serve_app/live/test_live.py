@@ -17,6 +17,7 @@ from serve_app.live import view as watcher_module
 from serve_app.live.live import Live
 from serve_app.live.prefixes import PrefixTable
 from serve_app.live.view import Watcher
+from tests.harness import eventually
 from tests.serve_app.live.traffic import BLOCK, chain_of, decision, generation, is_idle
 
 ABOUT = {"model": "m", "engine": "simulated", "simulated": True, "policy": "p", "block_size": BLOCK, "ingresses": 1}
@@ -68,12 +69,14 @@ async def until(watcher: Watcher, wanted: Callable[[Mapping[str, Any]], bool] | 
 
 
 async def shown_requests(live: Live, viewer: str | None, requests: int) -> dict[str, Any]:
-    async with asyncio.timeout(30):
-        while True:
-            snapshot = await live.snapshot(viewer)
-            if sum(row["requests"] for row in snapshot["totals"]) == requests:
-                return snapshot
-            await asyncio.sleep(0.01)
+    snapshot: dict[str, Any] = {}
+
+    async def shown() -> bool:
+        snapshot.update(await live.snapshot(viewer))
+        return sum(row["requests"] for row in snapshot["totals"]) == requests
+
+    await eventually.until(shown)
+    return snapshot
 
 
 def send(live: Live, tenant: str, *blocks: int, number: int = 0, cached: int = 0, **more: Any) -> None:
@@ -234,9 +237,7 @@ async def test_after_the_last_watcher_nothing_runs() -> None:
         live.leave(viewer, watcher)
         live.leave(viewer, watcher)  # a repeated call is harmless
     assert (live.watchers, is_idle(live)) == (0, True)
-    async with asyncio.timeout(30):
-        while len(asyncio.all_tasks()) != tasks:  # noqa: ASYNC110 (there is no event)
-            await asyncio.sleep(0.01)
+    await eventually.until(lambda: len(asyncio.all_tasks()) == tasks)
     send(live, "a")
     assert is_idle(live)
 

@@ -21,21 +21,14 @@ from serve_app.live.tally import (
     rows_of,
     sums_of,
 )
+from tests.harness.virtual_time import Clock
 
 START_S = 1_790_000_000
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = float(START_S)
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(START_S)
 
 
 def answer(counts: Tally, tenant: str, ttft_s: float = 0.1, status: int = 200) -> None:
@@ -144,7 +137,7 @@ def test_buckets_from_a_clock_that_was_ahead_are_dropped(clock: Clock) -> None:
 @given(st.lists(st.tuples(st.integers(-300, 300), st.sampled_from("ab")), min_size=1, max_size=40))
 def test_a_clock_that_is_set_back_forgets_nothing_that_is_recent(steps: list[tuple[int, str]]) -> None:
     """Whatever way the clock goes, what was counted less than 15 minutes from now is in the rings, once."""
-    clock, counted = Clock(), list[tuple[int, str]]()
+    clock, counted = Clock(START_S), list[tuple[int, str]]()
     counts = Tally(clock)
     reach = BUCKETS * BUCKET_S
     for step_s, tenant in steps:
@@ -225,7 +218,7 @@ def test_only_kept_tenants_have_counts(clock: Clock) -> None:
 @given(st.lists(st.tuples(st.integers(0, 200), st.sampled_from("abc")), max_size=60), st.sampled_from(WINDOWS_S))
 def test_a_span_holds_what_was_counted_in_it(sent: list[tuple[int, str]], window_s: int) -> None:
     """By tenant, in whole buckets up to now; a naive count over all requests is the same."""
-    counts = Tally(clock := Clock())
+    counts = Tally(clock := Clock(START_S))
     at_s = []
     for gap_s, tenant in sent:
         clock.now_s += gap_s

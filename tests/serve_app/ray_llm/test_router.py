@@ -18,8 +18,8 @@ from serve_app.ray_llm import router as module
 from serve_app.ray_llm.router import WarmRouter
 from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.harness.eventually import until
 from tests.router.cores import load
-from tests.router.feed.sockets import until
 from tests.router.serve.test_wait_queue import FakeRunningReplica
 
 pytestmark = pytest.mark.anyio

@@ -34,9 +34,9 @@ from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine
 from serve_app.replica.replica import Replica
 from serve_app.replica.reporter import Reporter
+from tests.harness.virtual_time import passes, run_at_once
 from tests.serve_app.engine.adapters import save_plain, simulated_engine
 from tests.serve_app.engine.tiny import Collector, prompt, request
-from tests.serve_app.replica.loops import run_at_once
 
 pytestmark = pytest.mark.anyio
 
@@ -78,7 +78,7 @@ def test_a_prefill_that_changes_is_told_at_once(news: bool) -> None:
                 bench.reporter.prefills_changed()
                 bench.reporter.prefills_changed()
                 await bench.next()
-            await asyncio.sleep(1000.0)
+            await passes(1000.0)
         task.cancel()
 
     run_at_once(changed())
@@ -94,7 +94,7 @@ def test_a_load_that_changes_otherwise_is_told_within_the_interval() -> None:
         await bench.next()
         bench.load = structs.replace(IDLE, running_sequences=3)
         assert (await bench.next()).running_sequences == 3
-        await asyncio.sleep(0.5)
+        await passes(0.5)
         task.cancel()
 
     run_at_once(changed())

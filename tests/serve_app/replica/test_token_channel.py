@@ -19,6 +19,7 @@ from serve_app.engine.protocol import EngineOutput, FirstToken, Prefilled, Reply
 from serve_app.engine.token_channel import Arrivals, TokenReceiver, TokenSender, TokenStream
 from serve_app.replica import running_calls
 from serve_app.replica.running_calls import STOPPING, RunningCall, RunningCalls, actor_lives
+from tests.harness.eventually import let_others_run
 from tests.serve_app.engine.tiny import request
 from tests.serve_app.generation.outputs import output
 
@@ -292,8 +293,8 @@ async def test_requests_of_a_dead_caller_end_and_no_others(monkeypatch: pytest.M
     async def looked() -> None:
         """Wait until everybody has been checked twice from now on."""
         before = asked.count("a")
-        while asked.count("a") < before + 2:  # noqa: ASYNC110 (each look is a turn of the loop)
-            await asyncio.sleep(0)
+        while asked.count("a") < before + 2:
+            await let_others_run()
 
     calls, _, cancelled = opened()
     watching = asyncio.create_task(calls.watch(lambda name: bool(asked.append(name)) or name not in dead))
@@ -342,13 +343,13 @@ async def test_requests_that_nobody_waits_for_end_whether_they_have_begun_or_not
     opens("other")
     calls.leave(["here", "coming"])
     assert cancelled == ["here"]
-    while cancelled.count("here") < 3:  # noqa: ASYNC110 (each look is a turn of the loop)
-        await asyncio.sleep(0)
+    while cancelled.count("here") < 3:
+        await let_others_run()
     calls.forget("here")
     cancelled.clear()
     opens("coming")
-    while cancelled.count("coming") < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    while cancelled.count("coming") < 2:
+        await let_others_run()
     calls.forget("coming")
     cancelled.clear()
     opens("coming")
@@ -375,7 +376,7 @@ async def test_what_was_computed_for_an_abandoned_prompt_is_told_once_it_ended(m
     calls.deliver([EngineOutput("answered", (2,), finish_reason="length", prefilled=Prefilled(100, 64))])
     calls.forget("answered")
     asked = asyncio.create_task(calls.prefilled(["ended", "running", "answered", "unsubmitted", "unknown"]))
-    await asyncio.sleep(0)
+    await let_others_run()
     assert not asked.done()
     calls.forget("running")
     calls.deliver([EngineOutput("running", finish_reason="cancelled", prefilled=Prefilled(16, 0))])

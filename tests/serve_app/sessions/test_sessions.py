@@ -11,18 +11,11 @@ from hypothesis import strategies as st
 from router.protocol.block_hash import HASH_BYTES
 from serve_app import sessions as module
 from serve_app.sessions import FIRST_HOLD_S, LEAST_HOLD_S, MOST_HOLD_S, WORTH, Session, Sessions
+from tests.harness.virtual_time import Clock
 
 SIZE = 16
 SLOW = 1.0
 """Tokens a second: every context is worth its room."""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def chain(*parts: tuple[str, int]) -> bytes:

@@ -28,6 +28,7 @@ from serve_app.stored.objects import StoredObjects
 from serve_app.stored.responses import Document, ResponseRows, StoredResponses
 from serve_app.stored.sqlite import open_file
 from serve_app.stored.url import open_database
+from tests.harness.virtual_time import Clock
 from tests.serve_app.stored.conftest import SERVERS
 
 NOW_S = 1_800_000_000.0
@@ -35,19 +36,15 @@ Open = Callable[[], Database]
 OpenRows = Callable[[], ResponseRows]
 
 
-class Clock:
-    now_s = NOW_S
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(NOW_S)
 
 
 @pytest.fixture
 def limits(clock: Clock) -> StorageLimits:
     """1,000 bytes per tenant, for 50 s."""
-    return StorageLimits(50, 1000, lambda: clock.now_s)
+    return StorageLimits(50, 1000, clock)
 
 
 @pytest.fixture
@@ -512,7 +509,7 @@ def test_a_response_that_cannot_be_stored_is_refused_whole(tmp_path: Path) -> No
 
 
 def objects(file: Path, clock: Clock | None = None, secret: bytes = SECRET) -> StoredObjects:
-    bounds = StorageLimits(50, 1 << 20, time.time if clock is None else lambda: clock.now_s)
+    bounds = StorageLimits(50, 1 << 20, time.time if clock is None else clock)
     return StoredObjects(open_database(None, file, bounds), secret, FairWorkers(Shares({})), bounds)
 
 

@@ -14,23 +14,20 @@ from serve_app.fairness.shares import Shares
 from serve_app.stored.database import RESPONSES, ObjectPlace, StorageLimits
 from serve_app.stored.responses import ResponseRows, StoredResponses
 from serve_app.stored.url import open_database
+from tests.harness.virtual_time import Clock
 from tests.serve_app.stored.earlier import EarlierRedis, EarlierSql, earlier
 
 NOW_S = 1_800_000_000.0
 
 
-class Clock:
-    now_s = NOW_S
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(NOW_S)
 
 
 @pytest.fixture
 def limits(clock: Clock) -> StorageLimits:
-    return StorageLimits(50, 1000, lambda: clock.now_s)
+    return StorageLimits(50, 1000, clock)
 
 
 @pytest.fixture

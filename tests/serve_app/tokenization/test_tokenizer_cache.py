@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from router.protocol.block_hash import hash_blocks
 from serve_app.tokenization.segments import ENTRY_BYTES, PublicTokens, SegmentCache, TokenizedSegment
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
+from tests.harness.eventually import let_others_run
 from tests.serve_app.tokenization.variants import conversation
 
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
@@ -113,7 +114,7 @@ def test_a_cancelled_caller_does_not_take_the_others_down(cold: PromptTokenizer)
         busy = [asyncio.create_task(cold._workers.run("a", 1, release.wait, 10)) for _ in range(8)]
         first = asyncio.create_task(cold.encode_async(text, ROOT, "a"))
         second = asyncio.create_task(cold.encode_async(text, ROOT, "a"))
-        await asyncio.sleep(0)
+        await let_others_run()
         assert len(cold._in_flight) == 1
         first.cancel()
         with pytest.raises(asyncio.CancelledError):

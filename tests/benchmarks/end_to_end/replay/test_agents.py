@@ -20,6 +20,7 @@ from benchmarks.end_to_end.replay.agents import (
 )
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.sources import resolve_model
+from tests.harness.eventually import let_others_run
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_a_turn_begins_after_the_answer_before_and_a_sub_agent_beside_its_parent
                 child_asked.set()
             if place == (0, 1):
                 await child_asked.wait()
-            await asyncio.sleep(0)
+            await let_others_run()
             assert place[1] == 0 or (place[0], place[1] - 1) in ended
             ended.append(place)
 

@@ -22,8 +22,9 @@ from serve_app.engine.remote import asking
 from serve_app.engine.remote import engine as remote
 from serve_app.engine.remote import seat as seat_module
 from serve_app.engine.remote.answers import REFUSED
+from tests.harness.eventually import eventually
 from tests.harness.worker_double import Handler, Here, Lie, doubles
-from tests.serve_app.engine.remote.test_remote import PROMPT, VOCAB, Outputs, Seat, answer_to, seated, until
+from tests.serve_app.engine.remote.test_remote import PROMPT, VOCAB, Outputs, Seat, answer_to, seated
 from tests.serve_app.engine.tiny import request
 
 SECRET = "SECRET http://10.1.2.3:8000/inner"  # noqa: S105
@@ -167,7 +168,7 @@ def test_prompts_salts_and_keys_go_nowhere_else(status: int) -> None:
             assert told(refused, "b") == ("invalid", f"The model's server does not load the adapter poet ({status}).")
         server.lies["/v1/models"] = answers(status, location=f"{trap.url}/v1/models")
         with seated(server.entry, key="k") as seat:
-            until(lambda: seat.load().out.endswith(f"/v1/models answers {status}"))
+            eventually(lambda: seat.load().out.endswith(f"/v1/models answers {status}"))
         assert trap.asked == []
 
 
@@ -247,13 +248,13 @@ def test_endless_facts_are_read_up_to_a_bound_and_the_others_count(monkeypatch: 
         with seated(server.entry, tokenizer="never read") as seat:
             seat.fit()
             assert ask(seat, "a", PROMPT).tokens["a"] == answer_to(PROMPT.tolist(), 8)
-            until(lambda: all(flood.sent for flood in floods.values()))
+            eventually(lambda: all(flood.sent for flood in floods.values()))
         looks = sum(path == "/metrics" for path, *_ in server.asked)
         assert floods["/metrics"].sent < looks * MOST_SENT
         assert max(floods[path].sent for path in floods if path not in ("/metrics", "/health")) < MOST_SENT
         server.lies["/v1/models"] = flood = Flood(b'{"data": [{"id": "')
         with seated(server.entry) as seat:
-            until(lambda: seat.load().out.endswith("/v1/models has another form"))
+            eventually(lambda: seat.load().out.endswith("/v1/models has another form"))
         assert flood.sent < 2 * MOST_SENT
 
 
@@ -378,12 +379,12 @@ def test_figures_that_are_none_count_as_untold_and_names_are_short() -> None:
             assert seat.told("server").startswith("vLLM [2J")
             assert len(seat.told("server")) < 60
             assert ask(seat, "a", PROMPT).tokens["a"] == answer_to(PROMPT.tolist(), 8)
-            until(lambda: seat.load().waiting_sequences == 1 << 20)
+            eventually(lambda: seat.load().waiting_sequences == 1 << 20)
             assert seat.load().running_sequences == 0
         card["owned_by"] = SECRET * 50
         server.lies["/v1/models"] = answers(200, json.dumps({"data": [card]}).encode())
         with seated(server.entry) as seat:
-            until(lambda: "its model is owned by" in seat.load().out)
+            eventually(lambda: "its model is owned by" in seat.load().out)
             assert len(seat.load().out) < 200
 
 

@@ -12,6 +12,7 @@ from serve_app.config import workers
 from serve_app.config.workers import Worker, listed, worker_of
 from serve_app.engine.remote import lists
 from serve_app.engine.remote.lists import WorkerLists
+from tests.harness.eventually import until
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +86,11 @@ def test_nothing_waits_for_a_question_to_the_dns_that_hangs(monkeypatch: pytest.
             assert urls(await known.now(entries)) == ["http://b:2"]
         assert asked == ["dns+http://slow:1"]
         go_on.set()
-        while len(await known.now(entries)) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+
+        async def both() -> bool:
+            return len(await known.now(entries)) == 2
+
+        await until(both)
         assert urls(await known.now(entries)) == ["http://slow:1", "http://b:2"]
         known.close()
 

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from serve_app.engine.remote import seat as seat_module
 from serve_app.engine.remote.engine import RemoteEngine
 from serve_app.engine.remote.settings import RemoteSettings
 from serve_app.engine.sampling_params import TokenRules
+from tests.harness.eventually import eventually
 from tests.harness.worker_double import Here, doubles, following, processes
 from tests.router.vllm_events.pool_model import Routers
 from tests.serve_app.engine.tiny import Collector, request, root_of
@@ -51,7 +51,7 @@ class Seat(RemoteEngine):
         super().__init__(RemoteSettings(entries, **chosen), self.routers, **(outside or {}))
 
     def fit(self) -> None:
-        until(lambda: not self.load().out)
+        eventually(lambda: not self.load().out)
 
     def told(self, name: str) -> str:
         return str(self.load().attributes.get(name, ""))
@@ -73,13 +73,6 @@ def seated(*entries: str, **settings: Any) -> Iterator[Seat]:
         seat.stop()
 
 
-def until(holds: Callable[[], bool], within_s: float = 120.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
-
-
 def answer_to(ids: Sequence[int], most: int) -> list[int]:
     tokens = list(ids)
     for _ in range(most):
@@ -98,7 +91,7 @@ def test_tokens_cached_tokens_and_blocks_are_the_servers(kind: str) -> None:
         assert first.tokens["a"] == answer_to(PROMPT.tolist(), 8)
         assert (first.cached["a"], first.finish["a"]) == (0, "length")
         chain = hash_blocks(root_of(PrefixScope("tiny")), PROMPT, SIZE)
-        until(lambda: set(split_chain(chain)) <= seat.routers.held())
+        eventually(lambda: set(split_chain(chain)) <= seat.routers.held())
         assert seat.known_blocks(chain, 9) == 6
         assert seat.ask("b").cached["b"] == 96
         other = PrefixScope("tiny", salt=b"other")
@@ -158,7 +151,7 @@ def test_an_unfit_server_gets_no_request_and_one_sentence(
     tokenizer = str(demo_model_path / "tokenizer.json")
     chosen = settings | ({"tokenizer": tokenizer} if "tokenizer" in settings else {})
     with doubles(1, tokenizer=tokenizer, **options) as (server,), seated(server.entry, **chosen) as seat:
-        until(lambda: seat.load().out == f"{server.url} {sentence}")
+        eventually(lambda: seat.load().out == f"{server.url} {sentence}")
         refused = seat.ask("a")
         assert (refused.kinds["a"], refused.errors["a"]) == ("unavailable", remote.AWAY), "no address is told"
         server.kill()
@@ -189,7 +182,7 @@ def test_a_server_that_tells_no_cached_tokens_is_believed_and_says_so() -> None:
         seat.fit()
         assert seat.told("cached_tokens").startswith("as predicted: its answers tell no cached tokens")
         seat.ask("a")
-        until(lambda: seat.known_blocks(hash_blocks(root_of(PrefixScope("tiny")), PROMPT, SIZE), 9) == 6)
+        eventually(lambda: seat.known_blocks(hash_blocks(root_of(PrefixScope("tiny")), PROMPT, SIZE), 9) == 6)
         assert seat.ask("b").cached["b"] == 96
 
 
@@ -207,7 +200,7 @@ def test_a_server_that_lies_in_its_events_goes_by_load() -> None:
         assert not seat.routers.held(), "a liar's events are not passed on"
         server.kill()
         server.start(lies=0)
-        until(lambda: seat.told("routed") == "by its KV events")
+        eventually(lambda: seat.told("routed") == "by its KV events")
 
 
 def test_an_answer_goes_on_elsewhere_after_its_server_died_and_the_server_returns_empty() -> None:
@@ -216,11 +209,11 @@ def test_an_answer_goes_on_elsewhere_after_its_server_died_and_the_server_return
         out = Outputs()
         seat.submit(request("a", PROMPT, 200), out)
         out.wait_tokens("a", 5)
-        until(lambda: bool(seat.routers.held()))
+        eventually(lambda: bool(seat.routers.held()))
         server.kill()
         out.wait(["a"])
         assert (out.finish["a"], out.kinds["a"]) == ("error", "unavailable")
-        until(lambda: "does not answer" in seat.load().out)
+        eventually(lambda: "does not answer" in seat.load().out)
         assert not seat.routers.held()
         assert seat.healthy(), "another replica could do no better"
         server.start()
@@ -269,14 +262,14 @@ def test_blocks_are_known_again_after_the_feed_was_cut() -> None:
         seat.fit()
         seat.ask("a")
         chain = hash_blocks(root_of(PrefixScope("tiny")), PROMPT, SIZE)
-        until(lambda: seat.known_blocks(chain, 9) == 6)
+        eventually(lambda: seat.known_blocks(chain, 9) == 6)
         cut()
-        until(lambda: seat.told("routed") == "by load alone: its feed of KV events is cut")
+        eventually(lambda: seat.told("routed") == "by load alone: its feed of KV events is cut")
         assert not seat.routers.held()
         more = seat.ask("b", PROMPT + 100).tokens["b"]
         assert more == answer_to((PROMPT + 100).tolist(), 8)
         cut(heal=True)
-        until(lambda: seat.known_blocks(chain, 9) == 6)
+        eventually(lambda: seat.known_blocks(chain, 9) == 6)
         assert seat.ask("c", PROMPT + 100).cached["c"] == 96
         assert seat.told("routed") == "by its KV events"
 
@@ -359,9 +352,9 @@ def test_each_replica_has_a_worker_of_its_own_and_takes_another_when_the_list_ch
             moves = next(seat for seat in seats if seat is not stays)
             stays.ask("a")
             file.write_text(servers[1].entry)
-            until(lambda: moves.load().out == "no worker is free for this replica")
+            eventually(lambda: moves.load().out == "no worker is free for this replica")
             file.write_text(f"{servers[1].entry}\n{servers[2].entry}\n")
-            until(lambda: moves.told("worker") == servers[2].url and not moves.load().out)
+            eventually(lambda: moves.told("worker") == servers[2].url and not moves.load().out)
             file.unlink()
             assert moves.ask("b").tokens["b"] == answer_to(PROMPT.tolist(), 8), "a list that is away changes nothing"
             assert stays.ask("c").cached["c"] == 96, "it kept its worker, and what it knew of it"
@@ -412,7 +405,7 @@ def test_an_adapter_that_is_replaced_is_loaded_anew_at_the_server() -> None:
             assert loaded(server) == [path]
             if version == "2":
                 server.kill()
-                until(lambda: bool(seat.load().out))
+                eventually(lambda: bool(seat.load().out))
                 server.start()
 
 
@@ -432,8 +425,8 @@ def test_a_trial_that_fails_in_an_unforeseen_way_leaves_nobody_who_follows(monke
         monkeypatch.setattr(seat.seat, "_trial", failing)
         seat.start()
         try:
-            until(lambda: "RuntimeError" in seat.load().out)
+            eventually(lambda: "RuntimeError" in seat.load().out)
             seat.fit()
-            until(lambda: sum(each.name == "vllm-events" for each in threading.enumerate()) == 1)
+            eventually(lambda: sum(each.name == "vllm-events" for each in threading.enumerate()) == 1)
         finally:
             seat.stop()

@@ -19,9 +19,10 @@ from serve_app.engine.remote.adapters import LOAD_TIMEOUT
 from serve_app.engine.remote.asking import END_S
 from serve_app.engine.remote.reading import PROBE_TIMEOUT
 from serve_app.engine.remote.seat import HEALTH_TIMEOUT, LOOK_S, MISSED, TRIAL_S
+from tests.harness.eventually import let_others_run
+from tests.harness.virtual_time import passes, run_at_once
 from tests.serve_app.engine.remote.test_remote import PROMPT, Outputs, Seat
 from tests.serve_app.engine.tiny import request
-from tests.serve_app.replica.loops import run_at_once
 
 FACTORS = (0.5, 0.99, 2.0, 1000.0)
 URL = "http://worker:8000"
@@ -53,13 +54,13 @@ class Worker:
         path = url.removeprefix(URL)
         self.asked.append((asyncio.get_running_loop().time(), path))
         async with asyncio.timeout(None if within is None else within.total):
-            await asyncio.sleep(self.late_s.get(path, lambda: 0.0)())
+            await passes(self.late_s.get(path, lambda: 0.0)())
         pieces = self.pieces
 
         class Content:
             async def iter_any(self) -> AsyncIterator[bytes]:
                 for late_s, piece in pieces:
-                    await asyncio.sleep(late_s)
+                    await passes(late_s)
                     yield piece
 
         class Answer:
@@ -106,8 +107,8 @@ def in_its_time(
 
 
 async def fit(seat: Seat) -> None:
-    while seat.seat.out:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    while seat.seat.out:
+        await passes(0.01)
 
 
 def ask(seat: Seat, name: str, timeout_s: float = float("inf"), **more: Any) -> tuple[Outputs, asyncio.Event]:
@@ -127,7 +128,7 @@ def test_a_worker_is_looked_at_every_second(factor: float) -> None:
     async def script(seat: Seat, worker: Worker) -> None:
         await fit(seat)
         worker.asked.clear()
-        await asyncio.sleep(LOOK_S * factor)
+        await passes(LOOK_S * factor)
         looks = sum(path == "/health" for _, path in worker.asked)
         assert factor - 1 <= looks <= factor + 1
 
@@ -140,15 +141,15 @@ def test_a_worker_that_is_late_some_times_in_a_row_is_dead(factor: float) -> Non
         await fit(seat)
         began_s = now_s()
         worker.late_s["/health"] = lambda: HEALTH_S * factor
-        await asyncio.sleep((MISSED - 1) * (HEALTH_S + LOOK_S) + HEALTH_S * 0.9)
+        await passes((MISSED - 1) * (HEALTH_S + LOOK_S) + HEALTH_S * 0.9)
         assert seat.seat.out == "", "one late answer less is no death"
         worker.late_s["/v1/models"] = lambda: 1e6
-        await asyncio.sleep(LOOK_S + HEALTH_S)
+        await passes(LOOK_S + HEALTH_S)
         assert seat.seat.out == ("" if factor < 1 else f"{URL} does not answer")
-        await asyncio.sleep(1000 * HEALTH_S - now_s() + began_s)
+        await passes(1000 * HEALTH_S - now_s() + began_s)
         assert bool(seat.seat.out) == (factor > 1)
         worker.late_s.clear()
-        await asyncio.sleep(PROBE_S + 2 * LOOK_S)
+        await passes(PROBE_S + 2 * LOOK_S)
         assert seat.seat.out == "", "it is back"
 
     in_its_time(script)
@@ -159,15 +160,15 @@ def test_a_worker_that_is_late_now_and_then_or_that_sends_tokens_lives() -> None
         await fit(seat)
         turn = iter(range(1_000_000))
         worker.late_s["/health"] = lambda: HEALTH_S * 2 * (next(turn) % MISSED > 0)
-        await asyncio.sleep(1000)
+        await passes(1000)
         assert seat.seat.out == ""
         worker.late_s["/health"] = lambda: 1e6
         worker.pieces = [(0.5, event(20))] * 2000
         out = Outputs()
         seat.submit(request("a", PROMPT, 3900), out)
-        await asyncio.sleep(900)
+        await passes(900)
         assert (seat.seat.out, len(out.tokens["a"]) > 1700) == ("", True)
-        await asyncio.sleep(100 + (MISSED + 2) * (HEALTH_S + LOOK_S))
+        await passes(100 + (MISSED + 2) * (HEALTH_S + LOOK_S))
         assert (seat.seat.out != "", out.kinds["a"]) == (True, "unavailable")
 
     in_its_time(script)
@@ -178,10 +179,10 @@ def test_a_trial_ends_in_time(factor: float) -> None:
     late = iter([TRIAL_S * factor])
 
     async def script(seat: Seat, worker: Worker) -> None:
-        await asyncio.sleep(TRIAL_S + LOOK_S / 2)
+        await passes(TRIAL_S + LOOK_S / 2)
         unfit = f"{URL} does not answer a short prompt within {TRIAL_S:g} s"
         assert seat.seat.out == ("" if factor < 1 else unfit)
-        await asyncio.sleep(LOOK_S)
+        await passes(LOOK_S)
         assert seat.seat.out == "", "it is tried again"
 
     in_its_time(script, Worker({"/v1/completions": lambda: next(late, 0.0)}))
@@ -193,9 +194,9 @@ def test_facts_are_waited_for_in_time(path: str, factor: float) -> None:
     late = iter([PROBE_S * factor])
 
     async def script(seat: Seat, worker: Worker) -> None:
-        await asyncio.sleep(PROBE_S * 1.02)
+        await passes(PROBE_S * 1.02)
         assert seat.seat.out == ("" if factor < 1 or path != "/v1/models" else f"{URL} does not answer (TimeoutError)")
-        await asyncio.sleep(LOOK_S)
+        await passes(LOOK_S)
         assert seat.seat.out == ""
 
     in_its_time(script, Worker({path: lambda: next(late, 0.0)}))
@@ -267,11 +268,11 @@ def test_loads_end_with_the_seat() -> None:
         seat.adapters.load(AdapterSpec("slow", "1", "/slow"))
         worker.late_s["/v1/load_lora_adapter"] = lambda: 300.0
         out, ended = ask(seat, "a", scope=PrefixScope("tiny", "slow@1"))
-        await asyncio.sleep(1.0)
+        await passes(1.0)
         assert seat.seat.loads.loading
         seat.seat.leave("gone")
         await ended.wait()
-        await asyncio.sleep(0)
+        await let_others_run()
         assert (out.errors["a"], seat.seat.loads.loading) == (remote.AWAY, ())
 
     in_its_time(script)
@@ -291,8 +292,8 @@ def test_a_worker_that_comes_back_with_an_adapter_of_its_own_is_not_told_to_repl
             assert len(asked) == loads, "the other version that it names is unloaded and loaded"
             if version == "2":
                 worker.late_s["/health"] = lambda: 1e6
-                while not seat.seat.out:  # noqa: ASYNC110
-                    await asyncio.sleep(LOOK_S)
+                while not seat.seat.out:
+                    await passes(LOOK_S)
                 worker.late_s.clear()
                 worker.cards = [*CARDS, {"id": "poet", "owned_by": "vllm", "parent": "demo"}]
 
@@ -312,8 +313,8 @@ def test_long_prompts_may_be_repeated_to_us(tokens: int) -> None:
         worker.pieces.append((0.0, event(21, finish="length") + USAGE))
         out = Outputs()
         seat.submit(request("a", ids, 2), out)
-        while "a" not in out.finish:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+        while "a" not in out.finish:
+            await passes(0.1)
         assert (out.finish["a"], out.tokens["a"]) == ("length", [20, 21]), out.errors
 
     in_its_time(

@@ -20,6 +20,7 @@ from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import VllmSaves, block_number
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import TransferJob
+from tests.harness.eventually import let_others_run
 from tests.router.vllm_events.pool_model import hold
 from tests.serve_app.engine.tiny import prompt, request, root_of
 
@@ -42,7 +43,7 @@ class Vllm:
         number = len(self.jobs) - 1
         if job.kind == "unpin":  # on the request's arrival
             self.kept.pop(job.file, None)
-        await asyncio.sleep(0)
+        await let_others_run()
         if job.kind == "pin":
             if number in self.fails:
                 raise EngineError("it failed")
@@ -50,7 +51,7 @@ class Vllm:
             assert job.file not in self.kept
             chain = extend_chain(root, 0, np.array(token_ids, np.int32), SIZE)
             self.kept[job.file] = list(map(block_number, split_chain(chain)))
-        await asyncio.sleep(0)
+        await let_others_run()
         return 0
 
 
@@ -125,7 +126,7 @@ async def test_vllm_keeps_exactly_the_pinned_blocks(steps: list[Any], fails: set
         elif kind == "leave" and begun:
             begun[-1].cancel()
         else:
-            await asyncio.sleep(0)
+            await let_others_run()
         assert saves.pins.blocks <= BUDGET
     for result in await asyncio.gather(*begun, return_exceptions=True):
         assert result is None or isinstance(result, SaveResult | asyncio.CancelledError)
@@ -189,8 +190,8 @@ async def test_a_leaving_client_does_not_end_a_shared_save() -> None:
     """The first client disconnects; the save continues, and the second client gets its outcome."""
     made = Made()
     first, second = (asyncio.ensure_future(made.saves.keep(saving(1, 3))) for _ in range(2))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)  # its job has begun, and nothing is held yet
+    await let_others_run()
+    await let_others_run()  # its job has begun, and nothing is held yet
     first.cancel()
     assert await second == SaveResult("present")
     assert made.kept() == made.pinned() != []

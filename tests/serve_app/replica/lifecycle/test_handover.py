@@ -16,6 +16,7 @@ from serve_app.replica.lifecycle import handover as handover_module
 from serve_app.replica.lifecycle.answers import TAKES_AT_ONCE
 from serve_app.replica.lifecycle.handover import PIECES_IN_FLIGHT, HandOver, Receipt
 from serve_app.replica.peers import Survey
+from tests.harness.virtual_time import run_at_once
 from tests.serve_app.replica.lifecycle.peers import (
     BLOCK_BYTES,
     PIECE_BLOCKS,
@@ -28,7 +29,6 @@ from tests.serve_app.replica.lifecycle.peers import (
     hashes,
     make_engine,
 )
-from tests.serve_app.replica.loops import run_at_once
 
 
 def run(local: Local, engine: TorchEngine, *more: list[list[int]]) -> Receipt:

@@ -19,11 +19,12 @@ from serve_app.replica.lifecycle.handover import HandOver, MoveMeters, Receipt
 from serve_app.replica.lifecycle.lifecycle import MISSING_S, NOTICED_S, Departure, Lifecycle
 from serve_app.replica.lifecycle.prewarm import Prewarm
 from serve_app.replica.running_calls import RunningCalls
+from tests.harness.eventually import let_others_run
+from tests.harness.virtual_time import passes, run_at_once
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all
 from tests.serve_app.replica.lifecycle.peers import SIZE, Local, fill, make_engine
 from tests.serve_app.replica.lifecycle.test_prewarm import no_adapter
-from tests.serve_app.replica.loops import run_at_once
 
 pytestmark = pytest.mark.anyio
 
@@ -69,7 +70,7 @@ async def test_one_that_returns_says_so_and_hands_its_saves_over_again_when_it_l
     stage = Stage(monkeypatch, engine, Local({"peer": peer}))
     mine = stage.open()
     stage.running.heard(["me", "peer"])
-    await asyncio.sleep(0)
+    await let_others_run()
     stage.running.heard(["peer"])
     assert await stage.said() == "running"
     assert list(peer._cache.pins) == [b"key"]
@@ -95,7 +96,7 @@ async def test_without_peers_it_says_that_it_leaves_once(monkeypatch: pytest.Mon
     """As the last replica of a model at zero: the page would take it for one that died."""
     stage = Stage(monkeypatch, make_engine(), Local({}))
     await stage.open().finish()
-    await asyncio.sleep(0)
+    await let_others_run()
     assert await stage.said() == "done"
     assert stage.posted.empty()
 
@@ -132,9 +133,9 @@ def test_an_absence_is_an_end_when_it_lasts(steps: list[str], told: list[str]) -
             for step in steps:
                 match step:
                     case "wait":
-                        await asyncio.sleep(WAIT_S)
+                        await passes(WAIT_S)
                     case "turn":
-                        await asyncio.sleep(0)
+                        await let_others_run()
                     case "reconfigure":
                         reconfigures.enter_context(departure.reconfiguring())
                     case "reconfigured":
@@ -143,7 +144,7 @@ def test_an_absence_is_an_end_when_it_lasts(steps: list[str], told: list[str]) -
                         departure.stopped()
                     case names:
                         replicas.heard(names.split())
-        await asyncio.sleep(WAIT_S)
+        await passes(WAIT_S)
         assert departure.leaving == (calls[-1:] == ["leave"])
 
     run_at_once(run())
@@ -157,9 +158,9 @@ def test_time_away_in_a_reconfigure_is_not_taken_from_the_time_to_leave() -> Non
         departure.heard({"me"})
         with departure.reconfiguring():
             departure.heard(set())
-            await asyncio.sleep(WAIT_S)
+            await passes(WAIT_S)
             ended_s = loop.time()
-        await asyncio.sleep(WAIT_S)
+        await passes(WAIT_S)
         assert left[0] >= ended_s - NOTICED_S
 
     run_at_once(run())

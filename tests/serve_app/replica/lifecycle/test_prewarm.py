@@ -20,6 +20,7 @@ from serve_app.replica.lifecycle import prewarm as prewarm_module
 from serve_app.replica.lifecycle.handover import Receipt
 from serve_app.replica.lifecycle.prewarm import Prewarm, plan
 from serve_app.replica.peers import PulledPart, Question, WantedPart
+from tests.harness.virtual_time import run_at_once
 from tests.serve_app.replica.lifecycle.peers import (
     BLOCK_BYTES,
     PIECE_BLOCKS,
@@ -32,7 +33,6 @@ from tests.serve_app.replica.lifecycle.peers import (
     hashes,
     make_engine,
 )
-from tests.serve_app.replica.loops import run_at_once
 
 
 async def no_adapter(spec: AdapterSpec) -> str:

@@ -1,4 +1,4 @@
-"""A loop in which waiting takes no time, so that time limits can be tested on any machine."""
+"""Time that a test moves: a clock, and a loop in which waiting takes none, so that any machine can test time limits."""
 
 import asyncio
 import selectors
@@ -8,12 +8,26 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class _Jumping(selectors.SelectSelector):
-    """Advances the time instead of waiting."""
+class Clock:
+    """Tells the seconds that a test sets."""
 
-    now_s = 0.0
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class _Jumping(selectors.SelectSelector):
+    """Advances the time instead of waiting. ``turn``: is called before each turn of the loop."""
+
+    def __init__(self, turn: Callable[[], None]) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self._turn = turn
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._turn()
         assert timeout is not None, "everything waits, and no timer ends it"
         self.now_s += timeout
         return super().select(0)
@@ -22,8 +36,8 @@ class _Jumping(selectors.SelectSelector):
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Its time advances only when all tasks wait for timers. Work for threads is done at once."""
 
-    def __init__(self) -> None:
-        self._jumping = _Jumping()
+    def __init__(self, turn: Callable[[], None] = lambda: None) -> None:
+        self._jumping = _Jumping(turn)
         super().__init__(self._jumping)
 
     def time(self) -> float:
@@ -42,3 +56,9 @@ def run_at_once(script: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, as ``asyncio.run`` does."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(script)
+
+
+async def passes(seconds: float) -> None:
+    """Let virtual time pass, and all that happens in it."""
+    assert isinstance(asyncio.get_running_loop(), VirtualTimeLoop), "this would wait"
+    await asyncio.sleep(seconds)
