@@ -101,7 +101,7 @@ class Preparer:
 
     def prompts_changed(self) -> None:
         """Use the current prompts."""
-        self.prompts.keys.clear()
+        self.prompts.prompts_changed()
 
     async def prepare(
         self, request: GenerateRequest, tenant: Tenant, request_id: str, deadline_s: float = math.inf

@@ -136,10 +136,20 @@ class PromptMaker:
     workers: FairWorkers
     max_model_len: int
     _system_tokens: dict[tuple[bytes, bool], int] = field(default_factory=dict)
+    _any_registered: bool = False
+
+    def __post_init__(self) -> None:
+        self.prompts_changed()
+
+    def prompts_changed(self) -> None:
+        """Use the current registered prompts and tenants."""
+        self.keys.clear()
+        self._any_registered = bool(self.registered.all())
 
     async def scope(self, request: GenerateRequest, tenant: Tenant) -> RequestScope:
         """Return what all prompts of a request share. Raises NotFound, InvalidRequest, Overloaded."""
-        await self.registered.keep_current(self.tokenizer)
+        if self._any_registered:
+            await self.registered.keep_current(self.tokenizer)
         ref = before = ""
         if request.prompt_ref is not None:
             prompt = self.registered.find(request.prompt_ref, tenant.name, request.conversation_key)

@@ -13,6 +13,7 @@ from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError, TaskCancelledError
 
 from router.protocol.block_hash import extend_chain
@@ -78,6 +79,25 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(
     assert (resumed.scope, resumed.root) == (replace(SCOPE, public_blocks=public_blocks), root_of(public_blocks))
     assert resumed.resumed_tokens == received
     assert (first.order, second.order, resumed.order) == ((7, 0, 0) if received else (7, 7, 7))
+
+
+def test_an_answer_that_goes_on_keeps_what_its_prompt_stands_for() -> None:
+    """Received tokens stand for themselves behind the prompt's identity, under which the chain continues."""
+    asked = generation()
+    identity = asked.token_ids - 100
+    hashes = extend_chain(root_of(0), 0, identity, BLOCK)
+    handle = FakeHandle(lost_once(4))
+
+    async def collect() -> list[EngineOutput]:
+        pictured = structs.replace(asked, hashed_ids=identity, block_hashes=hashes)
+        return [tokens async for tokens in handle.dispatcher.generate(pictured)]
+
+    assert ids(asyncio.run(collect())) == whole()
+    resumed = handle.calls[1]
+    assert list(resumed.token_ids) == [*range(10), *whole()[:4]]
+    assert list(resumed.identity) == [*identity, *whole()[:4]]
+    assert resumed.block_hashes == extend_chain(root_of(0), 0, resumed.identity, BLOCK) != hashes
+    assert resumed.block_hashes.startswith(hashes)
 
 
 @pytest.mark.parametrize("taken", [(True,), (False, True), (True, False)])
