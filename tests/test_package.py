@@ -23,8 +23,8 @@ LIBRARY = """
 from router.core import RoutingCore
 from router.protocol.request import RoutedRequest
 from router.vllm_events.batches import BlockStored, KvEventBatch
-from router.vllm_events.pool import VllmPool
-core, pool, root = RoutingCore("r"), VllmPool(16, 10), bytes(16)
+from router.vllm_events.pool import FollowedPool
+core, pool, root = RoutingCore("r"), FollowedPool(16, 10), bytes(16)
 core.update_replicas(["b", "a"])
 stored = BlockStored([b"x"], None, [*range(16)], 16, extra_keys=[(root.hex(),)])
 core.apply("a", pool.translate(KvEventBatch(0, [stored])))

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from router.protocol.events import CacheCleared, Event
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from router.vllm_events.subscriber import EventSubscriber
 
 JUDGED, WRONG = 16, 4
@@ -27,7 +27,7 @@ class FarEngine:
     """
 
     def __init__(self, block_size: int, max_blocks: int, sink: Callable[[Sequence[Event]], None]) -> None:
-        self.pool = VllmPool(block_size, min(max_blocks or MOST_BLOCKS, MOST_BLOCKS), far=True)
+        self.pool = FollowedPool(block_size, min(max_blocks or MOST_BLOCKS, MOST_BLOCKS), far=True)
         self.right = self.wrong = 0
         self.blind = ""
         self.follower: EventSubscriber | None = None

@@ -87,7 +87,7 @@ class _Group:
     copies: Counter[BlockHash] = field(default_factory=Counter)
 
 
-class VllmPool:
+class FollowedPool:
     """One engine's blocks that can be hit and are reported to routers. Iterates over this project's hashes of them.
 
     ``max_blocks``: the size of the engine's pool, never exceeded; ``most_below``: the most that are known of its host

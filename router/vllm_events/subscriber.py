@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 from router.background import LOOPS
 from router.protocol.events import CacheCleared, Event
 from router.vllm_events.batches import END_OF_REPLAY, MAX_SEQUENCE_BYTES, SEQUENCE_BYTES, MalformedBatch, decode_batch
-from router.vllm_events.pool import UnsupportedEvents, VllmPool
+from router.vllm_events.pool import FollowedPool, UnsupportedEvents
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class EventSubscriber:
         self,
         publish: str,
         replay: str,
-        pool: VllmPool,
+        pool: FollowedPool,
         sink: Callable[[Sequence[Event]], None],
         *,
         far: bool = False,

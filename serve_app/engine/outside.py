@@ -10,7 +10,7 @@ from msgspec import structs
 
 from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from serve_app.engine.load_mirror import LiveRequest, LoadMirror, LoadSettings
 from serve_app.engine.protocol import (
     Clock,
@@ -72,7 +72,7 @@ class OutsideEngine:
             return self._load.report(self._clock())
 
     def _enter(
-        self, request: EngineRequest, sink: OutputSink, pool: VllmPool, size: int, params: Mapping[str, Any]
+        self, request: EngineRequest, sink: OutputSink, pool: FollowedPool, size: int, params: Mapping[str, Any]
     ) -> None:
         """Queue a checked request (any thread). Raises EngineError once stopped, QueueFull, ValueError."""
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)

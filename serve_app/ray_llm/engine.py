@@ -15,7 +15,7 @@ from router.background import run_in_background
 from router.feed import FeedPublisher
 from router.protocol.block_hash import hash_blocks
 from router.protocol.events import StatsReport, request_key
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from router.vllm_events.subscriber import EventSubscriber
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.ray_compat import vllm_engine_class
@@ -40,7 +40,7 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
         config = self._engine_client.vllm_config
         size, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks
         self._size, self._scopes = size, scopes
-        self._pool = VllmPool(size, blocks)
+        self._pool = FollowedPool(size, blocks)
         self.answers = RecentAnswers()
         self._prefills = Prefills(config.scheduler_config.max_num_seqs)
         self._reporter = Reporter(self._prefills.report, self._stats, feed, LOAD_INTERVAL_S)

@@ -17,7 +17,7 @@ import pytest
 
 from router.protocol.block_hash import hash_blocks
 from router.vllm_events.batches import MalformedBatch, decode_batch
-from router.vllm_events.pool import UnsupportedEvents, VllmPool
+from router.vllm_events.pool import FollowedPool, UnsupportedEvents
 from tests.conformance.kv_events.laws import BrokenLaw, Checker
 
 RECORDED = sorted((Path(__file__).parent / "kv_events/recorded").glob("*.jsonl"))
@@ -34,7 +34,7 @@ def replay(lines: list[Line]) -> Checker:
     """Feed a recording to the laws and our pool. Raises BrokenLaw, also for a request that hit other blocks."""
     head, *rest = lines
     size, checker = head["block_size"], Checker(head["num_blocks"])
-    pool = VllmPool(size, head["num_blocks"])
+    pool = FollowedPool(size, head["num_blocks"])
     for line in rest:
         if "payload" in line:
             payload = b64decode(line["payload"])

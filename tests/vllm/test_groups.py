@@ -31,7 +31,7 @@ from router.directory import Directory
 from router.protocol.block_hash import PrefixScope
 from router.protocol.events import CacheDigest, TierDigest
 from router.vllm_events.batches import decode_batch
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.scheduler import TenantScheduler
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
@@ -97,7 +97,7 @@ class Served:
             self.queue = pool.free_block_queue = TenantFreeQueue(self.queue.get_all_free_blocks(), blocks)
             self.queue.shares.set_weights(WEIGHTS)
             self.blocks = ScopedBlocks(pool, self.queue)
-        self.pool, self.directory = VllmPool(SIZE, blocks), Directory(SIZE)
+        self.pool, self.directory = FollowedPool(SIZE, blocks), Directory(SIZE)
         self.directory.add_replica("r")
         self.live: list[Live] = []
         self.hits = self.most_used = 0

@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, common_tokens, extend_chain, split_chain
 from router.vllm_events.batches import decode_batch
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.engine.protocol import EngineRequest, Save
@@ -150,7 +150,7 @@ class Served:
         self.queue = TenantFreeQueue(cache.queue.get_all_free_blocks(), BLOCKS, lambda: self.now_s)
         self.vllm.free_block_queue = self.queue
         self.blocks = ScopedBlocks(self.vllm, self.queue)
-        self.pool = VllmPool(SIZE, BLOCKS)
+        self.pool = FollowedPool(SIZE, BLOCKS)
         self.written: dict[int, tuple[PrefixScope, bytes, bool]] = {}
         self.stored: set[bytes] = set()
         self.live: list[Live] = []

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from router.protocol.events import HOST_TIER, LoadReport, StatsReport
 from router.protocol.samples import Histogram, Sample
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from router.vllm_events.subscriber import EventSubscriber
 from serve_app.cache.tiers.tier import LOAD_BUCKETS_S
 from serve_app.config.engine import MOST_AHEAD
@@ -74,7 +74,7 @@ class VllmEngine(OutsideEngine):
         self.off = off = self._frontend.off
         self.settings = settings = self._frontend.settings
         self._loop = self._frontend.loop
-        self._pool = VllmPool(settings.block_size, facts.num_blocks)
+        self._pool = FollowedPool(settings.block_size, facts.num_blocks)
         self._told = settings.enable_prefix_caching and "predictions" not in off
         group = settings.data_parallel
         sockets = self._endpoints.of_rank(0 if group is None else group.rank)

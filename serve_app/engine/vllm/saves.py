@@ -13,7 +13,7 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from router.protocol.block_hash import HASH_BYTES, hash_at, split_chain
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome, Pins
 from serve_app.engine.pin_keeper import PinKeeper, WantedPin
@@ -43,7 +43,7 @@ class VllmSaves:
         self,
         settings: VllmSettings,
         facts: ModelFacts,
-        pool: VllmPool,
+        pool: FollowedPool,
         run: RunTransfer,
         meters: EngineMeters,
         clock: Clock = time.monotonic,

@@ -29,7 +29,7 @@ from router.vllm_events.batches import (
     KvEvent,
     KvEventBatch,
 )
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 
 
 def encode(events: Sequence[KvEvent], *, rank: int = 0) -> bytes:
@@ -37,7 +37,7 @@ def encode(events: Sequence[KvEvent], *, rank: int = 0) -> bytes:
     return msgspec.msgpack.encode([1.0, events, rank])
 
 
-def hold(pool: VllmPool, root: bytes, ids: TokenArray, size: int, blocks: int | None = None) -> bytes:
+def hold(pool: FollowedPool, root: bytes, ids: TokenArray, size: int, blocks: int | None = None) -> bytes:
     """Report to a pool that a prompt's first blocks are stored, by default all; return the chain of all."""
     chain = hash_blocks(root, ids, size)
     hashes: list[bytes | int] = list(split_chain(chain))[:blocks]

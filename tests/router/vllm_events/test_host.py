@@ -10,7 +10,7 @@ from router.directory import Directory
 from router.protocol.block_hash import hash_blocks, split_chain, xor_of_words
 from router.protocol.events import HOST_TIER, BlocksRemoved, BlocksStored, CacheCleared, Event, TierDigest
 from router.vllm_events.batches import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from tests.router.vllm_events.pool_model import OTHER, ROOT, Routers
 
 SIZE, DEPTH = 2, 6
@@ -23,7 +23,7 @@ CHAINS = [hash_blocks(root, np.array(ids, dtype=np.int32), SIZE) for root, ids i
 NAMES = [list(split_chain(chain)) for chain in CHAINS]
 
 
-def told(pool: VllmPool, *events: KvEvent) -> list[Event]:
+def told(pool: FollowedPool, *events: KvEvent) -> list[Event]:
     return pool.translate(KvEventBatch(1.0, list(events), 0))
 
 
@@ -42,7 +42,7 @@ def copied(names: Sequence[bytes]) -> BlockStored:
 
 def test_a_prompt_goes_on_from_the_pool_into_host_memory() -> None:
     """A block there counts behind those before it, and vLLM may report its copy after the pool has lost it."""
-    pool, names = VllmPool(SIZE, 8), NAMES[0]
+    pool, names = FollowedPool(SIZE, 8), NAMES[0]
     told(pool, computed(0, 0, 4))
     assert told(pool, copied(names[:3])) == [BlocksStored(b"".join(names[:3]), HOST_TIER)]
     assert told(pool, BlockRemoved(names[3:4], "GPU", 0), copied(names[3:4])) == [
@@ -64,7 +64,7 @@ def test_a_prompt_goes_on_from_the_pool_into_host_memory() -> None:
 
 
 def test_unknown_copies_and_other_media_are_counted_and_nobodys() -> None:
-    pool = VllmPool(SIZE, 8)
+    pool = FollowedPool(SIZE, 8)
     told(pool, computed(0, 0, 1))
     assert told(pool, copied([b"?"]), BlockStored([NAMES[0][0]], None, [], 0, "STORAGE")) == []
     assert told(pool, BlockRemoved([b"?", NAMES[0][0]], "CPU", 0)) == []
@@ -73,7 +73,7 @@ def test_unknown_copies_and_other_media_are_counted_and_nobodys() -> None:
 
 def test_a_copy_that_leaves_another_medium_stays_in_host_memory() -> None:
     """vLLM may keep a block's copies on a disk, too, and reports both by the block's name."""
-    pool, names = VllmPool(SIZE, 8), NAMES[0]
+    pool, names = FollowedPool(SIZE, 8), NAMES[0]
     told(pool, computed(0, 0, 2), copied(names[:2]), BlockStored([*names[:2]], None, [], 0, "STORAGE"))
     told(pool, BlockRemoved([*names[1::-1]], "GPU", 0))
     assert told(pool, BlockRemoved([*names[:2]], "STORAGE", 0)) == []
@@ -82,7 +82,7 @@ def test_a_copy_that_leaves_another_medium_stays_in_host_memory() -> None:
 
 def test_an_engine_that_never_removes_copies_fills_no_memory() -> None:
     """Those above the limit are unknown, and known once they are reported anew and others have left."""
-    pool, names = VllmPool(SIZE, 8, most_below=2), NAMES[0]
+    pool, names = FollowedPool(SIZE, 8, most_below=2), NAMES[0]
     told(pool, computed(0, 0, 3), copied(names[:3]))
     assert (pool.host_blocks, pool.unplaced) == (2, 1)
     told(pool, BlockRemoved([*names[1:2]], "CPU", 0), copied(names[2:3]), copied(names[1:2]))
@@ -98,7 +98,7 @@ ACTIONS = st.lists(
 @given(ACTIONS)
 def test_routers_know_how_far_a_prompt_is_served(actions: list[tuple[str, int, int]]) -> None:
     """Against vLLM's rule: the pool's blocks from the beginning, then those in host memory, without a gap."""
-    pool, routers, directory = VllmPool(SIZE, 100), Routers(), Directory(SIZE)
+    pool, routers, directory = FollowedPool(SIZE, 100), Routers(), Directory(SIZE)
     directory.add_replica("r")
     near, below = set[bytes](), set[bytes]()
     for action, prompt, index in actions:

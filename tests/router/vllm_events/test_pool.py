@@ -22,7 +22,7 @@ from router.vllm_events.batches import (
     MalformedBatch,
     decode_batch,
 )
-from router.vllm_events.pool import UnsupportedEvents, VllmPool
+from router.vllm_events.pool import FollowedPool, UnsupportedEvents
 from router.vllm_events.subscriber import EventSubscriber
 from tests.conformance.kv_events.laws import Checker
 from tests.router.vllm_events.pool_model import (
@@ -72,7 +72,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PoolModel(BLOCKS, SIZE, self.lookahead)
-        self.held = VllmPool(SIZE, BLOCKS)
+        self.held = FollowedPool(SIZE, BLOCKS)
         self.line = Line("", "", self.held, self.tell)
         self.line.published = []
         self.checker = Checker(BLOCKS)
@@ -199,7 +199,7 @@ class FarMachine(PoolMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = self.line._pool = VllmPool(SIZE, BLOCKS, far=True)
+        self.held = self.line._pool = FollowedPool(SIZE, BLOCKS, far=True)
         self.checker = Checker(1_000_000)  # blocks that are told again are no copies
         self.doubled = False
 
@@ -260,7 +260,7 @@ def test_no_bytes_raise_anything_else(payload: bytes) -> None:
         decode_batch(payload)
 
 
-def told(pool: VllmPool, *events: Any, rank: int | None = 0) -> list[Event]:
+def told(pool: FollowedPool, *events: Any, rank: int | None = 0) -> list[Event]:
     return pool.translate(KvEventBatch(1.0, list(events), rank))
 
 
@@ -274,7 +274,7 @@ def told(pool: VllmPool, *events: Any, rank: int | None = 0) -> list[Event]:
     ids=["an adapter", "an adapter named like a root", "mla"],
 )
 def test_a_chain_is_put_under_its_root(changes: dict[str, Any]) -> None:
-    assert told(VllmPool(2, 8), stored(**changes), rank=None) == [BlocksStored(chain(1, 2))]
+    assert told(FollowedPool(2, 8), stored(**changes), rank=None) == [BlocksStored(chain(1, 2))]
 
 
 @pytest.mark.parametrize(
@@ -290,14 +290,14 @@ def test_a_chain_is_put_under_its_root(changes: dict[str, Any]) -> None:
 )
 def test_a_block_without_our_root_or_not_of_tokens_alone_is_ignored(changes: dict[str, Any]) -> None:
     """Tokens do not identify an image, and a block with an unknown parent has no hash of ours; both are ignored."""
-    pool = VllmPool(2, 8)
+    pool = FollowedPool(2, 8)
     parent = stored(block_hashes=[b"0"], token_ids=[0, 0])
     assert told(pool, parent, stored(**changes), BlockRemoved([b"1"])) == [BlocksStored(chain(0, 0))]
 
 
 def test_a_block_is_reported_while_all_its_ancestors_are_held() -> None:
     """A public parent may be removed first; when it returns, so do the private blocks after it that are still held."""
-    pool, public, private = VllmPool(2, 8), chain(1, 2), b"p" * 16
+    pool, public, private = FollowedPool(2, 8), chain(1, 2), b"p" * 16
     behind = hash_blocks(private_parent(private, public), np.arange(4, dtype=np.int32), 2)
     first, last = behind[:16], behind[16:]
     keys: list[Any] = [(ROOT.hex(),), (private.hex(),), None]
@@ -313,7 +313,7 @@ def test_a_block_is_reported_while_all_its_ancestors_are_held() -> None:
 
 def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:
     """The pool bounds the memory."""
-    pool = VllmPool(2, 2)
+    pool = FollowedPool(2, 2)
     told(pool, STORED, stored(block_hashes=[b"2"], token_ids=[3, 4]))
     events = told(pool, stored(block_hashes=[b"3"], token_ids=[5, 6]))
     assert events == [CacheCleared(), BlocksStored(chain(5, 6))]
@@ -322,8 +322,8 @@ def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:
 
 def test_events_that_routers_cannot_use_are_an_error_with_a_sentence() -> None:
     with pytest.raises(UnsupportedEvents, match="set block_size to 128"):
-        told(VllmPool(2, 8), stored(block_size=128, token_ids=[0] * 128))
-    pool = VllmPool(2, 8)
+        told(FollowedPool(2, 8), stored(block_size=128, token_ids=[0] * 128))
+    pool = FollowedPool(2, 8)
     assert told(pool, STORED, rank=1), "each data-parallel rank has an address of its own"
     with pytest.raises(UnsupportedEvents, match="data parallel ranks 1 and 0"):
         told(pool, STORED, rank=0)
@@ -332,7 +332,7 @@ def test_events_that_routers_cannot_use_are_an_error_with_a_sentence() -> None:
 @pytest.mark.parametrize("event", [stored(medium="CPU"), stored(token_ids=[1, 2, 3, 4])], ids=["offloaded", "left out"])
 def test_blocks_that_cannot_be_placed_are_counted_and_nobodys(event: BlockStored) -> None:
     """Neither storing nor removing them changes the reports of other blocks."""
-    pool = VllmPool(2, 8)
+    pool = FollowedPool(2, 8)
     first = stored(block_hashes=[b"0"], token_ids=[0, 0])
     assert told(pool, first, event) == [BlocksStored(chain(0, 0))]
     assert told(pool, BlockRemoved(event.block_hashes, event.medium, 0)) == []
@@ -359,7 +359,7 @@ def ends(*tokens: int) -> BlocksStored:
 
 def test_a_prompt_is_served_as_far_as_every_group_continues() -> None:
     """With states, a block counts while each group holds its own part, reported in any order."""
-    pool = VllmPool(2, 20)
+    pool = FollowedPool(2, 20)
     assert told(pool, state(b"3"), LEADING) == [ends(1, 2, 3, 4, 5, 6)]
     assert [pool.count_held(PROMPT, most) for most in (3, 2)] == [3, 0]
     assert told(pool, state(b"2")) == [ends(1, 2, 3, 4)]
@@ -376,7 +376,7 @@ def test_a_prompt_is_served_as_far_as_every_group_continues() -> None:
 
 def test_nothing_is_reported_while_a_groups_rule_is_unknown() -> None:
     """Requests of such a model are routed by load."""
-    pool = VllmPool(2, 20)
+    pool = FollowedPool(2, 20)
     chunks = msgspec.structs.replace(LEADING, group_idx=2, kv_cache_spec_kind="chunked_local_attention")
     assert told(pool, LEADING) == [BlocksStored(PROMPT)]
     assert told(pool, chunks) == [CacheCleared()]
@@ -409,7 +409,7 @@ def test_reuse_follows_vllms_rule_over_its_groups(
     groups: list[Group], steps: list[tuple[int, bool, bool, int]], together: int
 ) -> None:
     """Two prompts differ after four blocks; each group removes and stores any block. Batches have several events."""
-    pool, directory, mirror = VllmPool(2, 90), Directory(2), Routers()
+    pool, directory, mirror = FollowedPool(2, 90), Directory(2), Routers()
     directory.add_replica("r")
     tokens = {False: list(range(20)), True: [*range(8), *range(100, 112)]}
     names = {side: [b"%d" % ids[2 * i] for i in range(10)] for side, ids in tokens.items()}
@@ -498,15 +498,15 @@ def _window_hit(held: list[bool], needed: int, align: int) -> int:
 
 def test_an_event_that_contradicts_itself_is_malformed() -> None:
     with pytest.raises(MalformedBatch):
-        told(VllmPool(2, 8), stored(extra_keys=[None, None]))
+        told(FollowedPool(2, 8), stored(extra_keys=[None, None]))
     for kind in ("sliding_window", "mamba"):
         with pytest.raises(MalformedBatch, match="blocks of 0 tokens"):
-            told(VllmPool(2, 8), stored(block_size=0, kv_cache_spec_kind=kind, kv_cache_spec_sliding_window=8))
+            told(FollowedPool(2, 8), stored(block_size=0, kv_cache_spec_kind=kind, kv_cache_spec_sliding_window=8))
 
 
 def test_ends_of_prompts_in_larger_blocks_are_no_hits() -> None:
     """vLLM names a prompt's end inside a block of another group's size: no group of whole blocks finds it."""
-    pool = VllmPool(2, 20)
+    pool = FollowedPool(2, 20)
     assert told(pool, stored(group_idx=1)) == [BlocksStored(chain(1, 2))], "the group's blocks are unknown so far"
     fine, keys = [b"1", b"2"], [(ROOT.hex(),), None]
     whole = stored(block_hashes=[b"2"], token_ids=[1, 2, 3, 4], block_size=4, group_idx=1)
@@ -525,7 +525,7 @@ def test_blocks_that_are_told_again_are_no_further_copies(
     far: bool, origin: str | None, removals: int, kind: str
 ) -> None:
     """``kv_cache_report_mode=full`` tells of reused blocks from a chain's beginning, and newer versions mark them."""
-    pool, names = VllmPool(2, 8, far=far), [b"1", b"2"]
+    pool, names = FollowedPool(2, 8, far=far), [b"1", b"2"]
     event = stored(
         block_hashes=names, token_ids=[1, 2, 3, 4], extra_keys=[(ROOT.hex(),), None], origin=origin,
         kv_cache_spec_kind=kind,
@@ -540,7 +540,7 @@ def test_blocks_that_are_told_again_are_no_further_copies(
 
 def test_a_servers_names_cannot_be_bent() -> None:
     """A name stands for one prefix: else blocks could become each other's parents, which no walk over them ends."""
-    pool = VllmPool(2, 8, far=True)
+    pool = FollowedPool(2, 8, far=True)
     told(pool, STORED, stored(block_hashes=[b"2"], parent_block_hash=b"1", token_ids=[3, 4], extra_keys=None))
     for name, parent in ((b"1", b"2"), (b"2", None)):
         bent = stored(
@@ -552,11 +552,11 @@ def test_a_servers_names_cannot_be_bent() -> None:
 
 
 def test_a_servers_groups_and_events_are_bounded() -> None:
-    pool = VllmPool(2, 8, far=True)
+    pool = FollowedPool(2, 8, far=True)
     with pytest.raises(UnsupportedEvents, match="more than 256 groups"):
         told(pool, *[stored(group_idx=group) for group in range(300)])
     assert len(pool._groups) <= 256
     with pytest.raises(MalformedBatch, match="9 blocks of a pool of 8"):
-        told(VllmPool(2, 8), stored(block_hashes=[b"x"] * 9, token_ids=[1] * 18, extra_keys=None))
+        told(FollowedPool(2, 8), stored(block_hashes=[b"x"] * 9, token_ids=[1] * 18, extra_keys=None))
     with pytest.raises(MalformedBatch):
         decode_batch(encode([stored(block_hashes=[b"x" * 65])]))

@@ -15,7 +15,7 @@ import zmq
 from router.background import LOOPS
 from router.protocol.events import BlocksStored, CacheCleared, Event
 from router.vllm_events.batches import AllBlocksCleared, BlockRemoved, BlockStored
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from router.vllm_events.subscriber import COMPLAIN_S, REPLAY_S, EventSubscriber
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from tests.harness.eventually import eventually
@@ -52,7 +52,7 @@ def engine(endpoints: EventEndpoints) -> Iterator[Publisher]:
 
 @pytest.fixture
 def subscriber(endpoints: EventEndpoints, engine: Publisher, routers: Routers) -> Iterator[EventSubscriber]:
-    made = EventSubscriber(endpoints.publish, endpoints.replay, VllmPool(2, 100), routers)
+    made = EventSubscriber(endpoints.publish, endpoints.replay, FollowedPool(2, 100), routers)
     assert made.healthy(), "without events it need not listen"
     made.start()
     yield made
@@ -122,7 +122,7 @@ def test_unreadable_or_undeliverable_events_do_not_end_the_listening(endpoints: 
         calls.append(events)
         raise RuntimeError("full")
 
-    subscriber = EventSubscriber(endpoints.publish, endpoints.replay, VllmPool(2, 100), sink)
+    subscriber = EventSubscriber(endpoints.publish, endpoints.replay, FollowedPool(2, 100), sink)
     for number, payload in enumerate((encode([block(1)]), b"junk", encode([block(2)]))):
         assert not subscriber.cleared.is_set() or number == 2
         subscriber._take(number, payload)
@@ -141,7 +141,7 @@ def test_it_ends_while_a_question_is_unanswered(endpoints: EventEndpoints) -> No
             asked.set()
             super()._catch_up(context)
 
-    listener = Asking(endpoints.publish, endpoints.replay, VllmPool(2, 8), lambda _: None)
+    listener = Asking(endpoints.publish, endpoints.replay, FollowedPool(2, 8), lambda _: None)
     listener.start()
     assert asked.wait(60)
     listener.stop()
@@ -168,7 +168,7 @@ def test_a_message_that_is_no_batch_costs_the_blocks_and_not_the_listening(
 ) -> None:
     """What it stood for is not known, so nothing is believed until it is told again; the next batch counts."""
     engine = Publisher(endpoints.publish, endpoints.replay, kept=1)
-    listener = EventSubscriber(endpoints.publish, endpoints.replay, VllmPool(2, 100), routers, far=far)
+    listener = EventSubscriber(endpoints.publish, endpoints.replay, FollowedPool(2, 100), routers, far=far)
     listener.start()
     try:
         engine.send(encode([block(1)]))
@@ -198,7 +198,7 @@ def test_a_number_may_be_followed_by_the_name_of_the_process(
 ) -> None:
     """As newer versions of vLLM send it: 8 bytes of number, 16 of name. With another name, numbers begin anew."""
     engine = Publisher(endpoints.publish, endpoints.replay, kept=3, name=b"a" * 16)
-    listener = EventSubscriber(endpoints.publish, endpoints.replay, VllmPool(2, 100), routers, far=True)
+    listener = EventSubscriber(endpoints.publish, endpoints.replay, FollowedPool(2, 100), routers, far=True)
     listener.start()
     try:
         for name in range(1, 7):
@@ -218,7 +218,7 @@ class Line(EventSubscriber):
     """A subscriber whose engine resends what ``kept`` has."""
 
     def __init__(self, routers: Callable[[Sequence[Event]], None], **more: Any) -> None:
-        super().__init__("", "", VllmPool(2, 100, far=bool(more.get("far"))), routers, **more)
+        super().__init__("", "", FollowedPool(2, 100, far=bool(more.get("far"))), routers, **more)
         self.kept: dict[int, bytes] = {}
 
     def _catch_up(self, context: Any) -> None:
@@ -268,7 +268,7 @@ def test_a_listener_that_fails_says_so_and_begins_anew(
             said.append((self.failed, self.connected))
             super()._deliver(events)
 
-    listener = Failing(endpoints.publish, endpoints.replay, VllmPool(2, 100), routers, far=True)
+    listener = Failing(endpoints.publish, endpoints.replay, FollowedPool(2, 100), routers, far=True)
     listener.start()
     try:
         names = iter(range(1, 10_000))
@@ -288,7 +288,7 @@ def test_a_listener_that_fails_says_so_and_begins_anew(
 
 
 def test_a_batch_that_fails_is_forgotten_with_all_blocks_and_the_next_one_counts(routers: Routers) -> None:
-    class Pool(VllmPool):
+    class Pool(FollowedPool):
         fails = False
 
         def translate(self, batch: Any) -> list[Event]:
@@ -337,7 +337,7 @@ def test_a_replay_without_an_end_ends_in_time(endpoints: EventEndpoints, routers
     flooding.start()
     ticks = iter(range(1_000_000))
     line = EventSubscriber(
-        endpoints.publish, endpoints.replay, VllmPool(2, 500), routers, far=True, clock=lambda: float(next(ticks))
+        endpoints.publish, endpoints.replay, FollowedPool(2, 500), routers, far=True, clock=lambda: float(next(ticks))
     )
     line._catch_up(context)
     over.set()
@@ -350,7 +350,7 @@ def test_a_replay_without_an_end_ends_in_time(endpoints: EventEndpoints, routers
 @pytest.mark.parametrize("factor", [0.5, 0.99, 1.0, 2.0, 1000.0])
 def test_bad_batches_are_told_once_a_minute(factor: float, routers: Routers, caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
-    line = EventSubscriber("", "", VllmPool(2, 100), routers, far=True, clock=lambda: now_s)
+    line = EventSubscriber("", "", FollowedPool(2, 100), routers, far=True, clock=lambda: now_s)
     for number in range(50):
         line._take(number, b"junk")
     now_s = COMPLAIN_S * factor

@@ -19,7 +19,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from router.protocol.block_hash import HASH_BYTES, extend_chain
 from router.vllm_events.batches import decode_batch
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from serve_app.config.engine import Capability
 from serve_app.engine.sampling_params import TokenRules
 from serve_app.engine.vllm.sampling.params import ExtraArgs
@@ -100,7 +100,7 @@ class SchedulerProbe:
         grammars = StructuredOutputManager(config)
         self.scheduler = TenantScheduler(config, pool, grammars, block_size=SIZE, hash_block_size=SIZE)
         self.scheduler.kv_event_publisher = SimpleNamespace(publish=self._hear)
-        self.pool = VllmPool(SIZE, BLOCKS)
+        self.pool = FollowedPool(SIZE, BLOCKS)
         self._names = count()
 
     def ask(

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from serve_app.cache.kv_chain import KvChain, KvFormat, KvPart, TransferError, WrongChain, make_header, verify_part
 from serve_app.cache.prefix.blocks import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix, idle_heats, list_hot
@@ -37,7 +37,7 @@ class VllmMigration:
 
     settings: VllmSettings
     facts: ModelFacts
-    pool: VllmPool
+    pool: FollowedPool
     pins: Pins
     directory: Path
     run_job: RunJob

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.engine.protocol import EngineError, EngineRequest, Save, SaveResult
 from serve_app.engine.reports import EngineMeters
@@ -58,7 +58,7 @@ class Vllm:
 class Made:
     def __init__(self, budget: float = BUDGET, groups: int = 1, **weights: float) -> None:
         self.now_s = 0.0
-        self.vllm, self.meters, self.pool = Vllm(), EngineMeters(), VllmPool(SIZE, 100)
+        self.vllm, self.meters, self.pool = Vllm(), EngineMeters(), FollowedPool(SIZE, 100)
         settings = VllmSettings("m", block_size=SIZE, pin_budget=budget, tenant_shares=weights)
         self.saves = VllmSaves(
             settings,

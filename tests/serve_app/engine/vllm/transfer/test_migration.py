@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
-from router.vllm_events.pool import VllmPool
+from router.vllm_events.pool import FollowedPool
 from serve_app.cache.kv_chain import KvChain, KvPart, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.cache.prefix.pins import Pins
@@ -60,7 +60,7 @@ class Pool:
                 part = KvPart("uint8", (own.block_bytes,), axes=f"vllm 0.32.0 on AVX2: {own.layout}")
                 Path(rank_file(str(directory / LAYOUT_FILE), rank)).write_bytes(msgspec.json.encode(part))
         self.directory = directory or Path("/none")
-        self.held, self.pins, self.jobs = VllmPool(SIZE, 100, lambda: self.now_s), Pins(BLOCKS), list[TransferJob]()
+        self.held, self.pins, self.jobs = FollowedPool(SIZE, 100, lambda: self.now_s), Pins(BLOCKS), list[TransferJob]()
         self.migration = self.make(copies=directory is not None)
 
     def make(self, *, copies: bool) -> VllmMigration:
