@@ -59,9 +59,9 @@ class HolderSets:
 
     def id_of(self, mask: int) -> int:
         """Return the id of a mask, and create it if needed. A new id stays only if ``count`` refers to it."""
-        found = self._ids.get(mask)
-        if found is not None:
-            return found
+        number = self._ids.get(mask)
+        if number is not None:
+            return number
         if self._free:
             fresh = self._free.pop()
             self.masks[fresh] = mask
@@ -145,11 +145,11 @@ class KeyTable:
         """
         limit = self.max_entries if max_entries is None else max_entries
         shard_mask = self.shard_mask
-        known: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         changes: list[Change] = []
         run_old = run_new = run = xor = 0
         words_of, mask_of = self.words, self.masks
-        asked = new = -1
+        last = new = -1
         for key in keys:
             shard = key & shard_mask
             words, mask = words_of[shard], mask_of[shard]
@@ -158,10 +158,10 @@ class KeyTable:
             while (word := words[slot]) and word >> VALUE_BITS != tag:
                 slot = (slot + 1) & mask
             old = word & VALUE_MASK
-            if old != asked:  # neighbours mostly have the same value
-                asked, new = old, known.get(old, -1)
+            if old != last:  # neighbours mostly have the same value
+                last, new = old, numbers.get(old, -1)
                 if new < 0:
-                    new = known[old] = step(old)
+                    new = numbers[old] = step(old)
             if new == old:
                 continue
             if old == 0:
@@ -208,7 +208,7 @@ class KeyTable:
 
     def _rehash(self, shard: int, step: Callable[[int], int] | None) -> list[Change]:
         """Move a shard's entries into an array of the right size, with values mapped through ``step``."""
-        known: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         counts: dict[int, int] = {}
         kept: list[int] = []
         for word in self.words[shard]:
@@ -217,9 +217,9 @@ class KeyTable:
                 continue
             if step is not None:
                 counts[value] = counts.get(value, 0) + 1
-                new = known.get(value, -1)
+                new = numbers.get(value, -1)
                 if new < 0:
-                    new = known[value] = step(value)
+                    new = numbers[value] = step(value)
                 if not new:
                     continue
                 word += new - value
@@ -235,7 +235,7 @@ class KeyTable:
             words[slot] = word
         self.words[shard], self.masks[shard] = words, mask
         self._used[shard] = len(kept)
-        return [(value, known[value], count) for value, count in counts.items()]
+        return [(value, numbers[value], count) for value, count in counts.items()]
 
 
 def _new_words(slots: int) -> array[int]:

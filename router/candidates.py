@@ -83,10 +83,10 @@ def work_tokens(view: RoutingView) -> Floats:
             price = COMPUTED_AGAIN
         work.fill(least + price * (prompt - least))
     replicas = loads.replicas
-    for replica_id, held in (longest(match, pending) if pending else match).items():
+    for replica_id, tokens in (longest(match, pending) if pending else match).items():
         replica = replicas.get(replica_id)
         if replica is not None:
-            left = prompt - held
+            left = prompt - tokens
             if left < 1.0:
                 left = 1.0
             if shares is not None and left - least >= min_pull_tokens:
@@ -105,10 +105,10 @@ def pulls_faster(replica_id: str, loads: LoadTable) -> bool:
     return replica is not None and replica.pull_pace < 1.0
 
 
-def plan_pull(view: RoutingView, replica_id: str, held_tokens: int) -> tuple[str, int]:
+def plan_pull(view: RoutingView, replica_id: str, cached_tokens: int) -> tuple[str, int]:
     """Return the least busy of the replicas that hold most, and the tokens to pull from it; ("", 0): no pull."""
     most, loads = view.best_tokens, view.loads
-    if most - held_tokens < view.settings.min_pull_tokens or not pulls_faster(replica_id, loads):
+    if most - cached_tokens < view.settings.min_pull_tokens or not pulls_faster(replica_id, loads):
         return "", 0
     holder, least = "", 0
     for name, tokens in view.match.items():
@@ -134,18 +134,18 @@ class Estimate(NamedTuple):
 
 def estimate(view: RoutingView, replica_id: str) -> Estimate:
     """Return the estimate for a known replica."""
-    cached = held = view.match.get(replica_id, 0)
+    cached = available = view.match.get(replica_id, 0)
     if view.pending:
-        held = max(held, view.pending.get(replica_id, 0))
+        available = max(available, view.pending.get(replica_id, 0))
     loads = view.loads
     replica = loads.replicas[replica_id]
     pull_from, pull_tokens, pull_s = "", 0, 0.0
-    if loads.num_pulling and view.request.store_kv and view.best_tokens > held:
-        pull_from, pull_tokens = plan_pull(view, replica_id, held)
+    if loads.num_pulling and view.request.store_kv and view.best_tokens > available:
+        pull_from, pull_tokens = plan_pull(view, replica_id, available)
         if pull_tokens:
-            pull_s = (pull_tokens - held) * replica.pull_pace * replica.seconds_per_token
-            held = pull_tokens
-    uncached = max(view.request.prompt_tokens - held, 1)
+            pull_s = (pull_tokens - available) * replica.pull_pace * replica.seconds_per_token
+            available = pull_tokens
+    uncached = max(view.request.prompt_tokens - available, 1)
     ahead = float(replica.queued_tokens)
     if ahead and view.settings.shortest_first:
         # The queue as in ``ttft_scores``. Only scores count the delay of others and ``SHARED_PREFILL``.
@@ -221,21 +221,21 @@ def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]
 
 def longest(match: Match, pending: Match) -> Match:
     """Return the larger of two counts by replica."""
-    held = dict(match)
+    near = dict(match)
     for replica_id, tokens in pending.items():
-        if tokens > held.get(replica_id, 0):
-            held[replica_id] = tokens
-    return held
+        if tokens > near.get(replica_id, 0):
+            near[replica_id] = tokens
+    return near
 
 
 def uncached_tokens(view: RoutingView) -> Floats:
     """Return by row the prompt tokens left to compute after a match, at least 1."""
     prompt_tokens, replicas = max(view.request.prompt_tokens, 1), view.loads.replicas
     uncached = np.full(len(replicas), float(prompt_tokens))
-    for replica_id, held in view.match.items():
+    for replica_id, tokens in view.match.items():
         replica = replicas.get(replica_id)
         if replica is not None:
-            uncached[replica.row] = max(prompt_tokens - held, 1)
+            uncached[replica.row] = max(prompt_tokens - tokens, 1)
     return uncached
 
 

@@ -52,8 +52,8 @@ class RoutingCore:
         self._counted = self.counters.by_policy[self.settings.policy]
         self.other_versions: Mapping[str, int] = {}
         """The replicas of a release that does not mix with this one, which are not used, and their versions."""
-        self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
-        self.loads, self.drift = self._known.loads, self._known.drift
+        self._replicas = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
+        self.loads, self.drift = self._replicas.loads, self._replicas.drift
         self._policy = POLICIES[self.settings.policy]
         self._times = RequestTimes()
         self._working_set = WorkingSet()
@@ -61,23 +61,23 @@ class RoutingCore:
     @property
     def directory(self) -> Directory:
         """The map from blocks to the replicas that hold them."""
-        return self._known.directory
+        return self._replicas.directory
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
         """The replicas that can receive requests, without those away or out."""
-        gone = self._known.away | self._known.out
+        gone = self._replicas.away | self._replicas.out
         return tuple(replica_id for replica_id in self.loads.replica_ids if replica_id not in gone)
 
     @property
     def all_out(self) -> bool:
         """Whether there are replicas, and each one that is not away says that it cannot take any request."""
-        return bool(self._known.out) and not self.replica_ids
+        return bool(self._replicas.out) and not self.replica_ids
 
     @property
     def knows_every_cache(self) -> bool:
         """Whether replicas exist and the feed of each has delivered its snapshot (see ``follow``)."""
-        replica_ids, is_live = self.replica_ids, self._known.is_live
+        replica_ids, is_live = self.replica_ids, self._replicas.is_live
         return is_live is not None and bool(replica_ids) and all(map(is_live, replica_ids))
 
     def follow(
@@ -87,7 +87,7 @@ class RoutingCore:
         resync: Callable[[str], None] | None = None,
     ) -> None:
         """Set the callbacks: feed completeness, full replicas that no report shows, and snapshot requests."""
-        self._known.is_live, self._known.resync = is_live, resync
+        self._replicas.is_live, self._replicas.resync = is_live, resync
         self._blocked = blocked
 
     def configure(self, settings: RouterSettings) -> None:
@@ -97,14 +97,14 @@ class RoutingCore:
             self._counted = self.counters.by_policy[settings.policy]
             self._policy = POLICIES[settings.policy]
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
-                self._known.forget_blocks(settings.block_size, settings.max_blocks)
+                self._replicas.forget_blocks(settings.block_size, settings.max_blocks)
 
     def update_replicas(
         self, replica_ids: Iterable[str], away: Collection[str] = ()
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Set the replicas, keep the state of those ``away``, and return the added and the removed replicas."""
         with self._lock:
-            added, removed = self._known.update(replica_ids, away)
+            added, removed = self._replicas.update(replica_ids, away)
             for replica_id in removed:
                 self.counters.decisions_by_replica.pop(replica_id, None)
         return added, removed
@@ -112,13 +112,13 @@ class RoutingCore:
     def drop_replica(self, replica_id: str) -> None:
         """Forget a replica that died."""
         with self._lock:
-            self._known.drop(replica_id)
+            self._replicas.drop(replica_id)
             self.counters.decisions_by_replica.pop(replica_id, None)
 
     def apply(self, replica_id: str, events: Iterable[Event]) -> None:
         """Apply one feed message's events. Events of unknown replicas are ignored."""
         with self._lock:
-            self._known.apply(replica_id, events, self._clock())
+            self._replicas.apply(replica_id, events, self._clock())
 
     def decide(self, request: RoutedRequest, blocked: Collection[str] = ()) -> Decision | None:
         """Choose a replica and reserve its work, or return None while all are full or ``blocked`` (full in Serve)."""
@@ -136,9 +136,9 @@ class RoutingCore:
     def decide_unkeyed(self, blocked: Collection[str] = ()) -> str | None:
         """Return the least loaded replica for a call without a prompt, or None while every replica is full."""
         with self._lock:
-            self._known.expire(self._clock())
+            self._replicas.expire(self._clock())
             request, closed = RoutedRequest("", b"", 0, b""), self._closed(blocked)
-            scoring, quiet = self.settings.scoring, self._known.quiet
+            scoring, quiet = self.settings.scoring, self._replicas.quiet
             view = RoutingView(request, {}, self.loads, self._turn, self._rng, scoring, closed, quiet=quiet)
             ranked = least_loaded(view, 1)
         return ranked[0].replica_id if ranked else None
@@ -146,7 +146,7 @@ class RoutingCore:
     def release(self, decision: Decision) -> None:
         """End a decision's reservation, at the first token or on error. A repeated call has no effect."""
         with self._lock:
-            self._known.release(decision.reservation)
+            self._replicas.release(decision.reservation)
 
     def reported(self, decision: Decision) -> None:
         """Stop reserving a decision's work, because the replica's reports now count it as in flight."""
@@ -156,15 +156,15 @@ class RoutingCore:
     def rerouted(self, decision: Decision, load: LoadReport) -> None:
         """Cancel a decision that the replica refused, and record the load that the replica reported instead."""
         with self._lock:
-            self._known.release(decision.reservation)
-            self._known.told(decision.replica_id, load, self._clock())
+            self._replicas.release(decision.reservation)
+            self._replicas.take_report(decision.replica_id, load, self._clock())
             self.counters.rerouted += 1
 
     def explain(self, request: RoutedRequest, policies: Collection[str]) -> dict[str, Any]:
         """Return each policy's decision for now and its reasons, as JSON-able data. No counter changes."""
         with self._lock:
             now_s = self._clock()
-            self._known.expire(now_s)
+            self._replicas.expire(now_s)
             view = self._view_of(request, self._blocked(), now_s)
             rankings = {
                 name: POLICIES[name].rank(view._replace(turn=self._turn + 1, rng=copy(self._rng)), None)
@@ -178,12 +178,12 @@ class RoutingCore:
     ) -> None:
         """Count the tokens really reused and the measured TTFT. ``stored``: the replica keeps the blocks."""
         with self._lock:
-            selected, held = decision.selected_cached_tokens, 0
+            selected, cached = decision.selected_cached_tokens, 0
             if cached_tokens < selected:
-                held = self.directory.match(chain).get(decision.replica_id, 0)
-            self._counted.by_reason[decision.reason].add_delivered(selected, cached_tokens, held)
+                cached = self.directory.match(chain).get(decision.replica_id, 0)
+            self._counted.by_reason[decision.reason].add_delivered(selected, cached_tokens, cached)
             if stored:
-                self._known.computed(decision.replica_id, chain)
+                self._replicas.computed(decision.replica_id, chain)
             if decision.estimated_ttft_s > 0.0:
                 self._counted.estimates.add(decision.estimated_ttft_s, ttft_s)
 
@@ -195,7 +195,7 @@ class RoutingCore:
     def stats(self) -> dict[str, StatsReport]:
         """Return each replica's latest StatsReport, without invalid samples."""
         with self._lock:
-            latest = dict(self._known.stats)
+            latest = dict(self._replicas.stats)
         return {replica_id: sane_stats(report) for replica_id, report in latest.items()}
 
     def waiting(self) -> int:
@@ -216,13 +216,13 @@ class RoutingCore:
             return {
                 "router_id": self.router_id,
                 "policy": self.settings.policy,
-                **router_state(self.directory, self.drift, self.loads, self._known.away, self._clock()),
+                **router_state(self.directory, self.drift, self.loads, self._replicas.away, self._clock()),
                 "other_versions": dict(self.other_versions),
                 "regret": regret_state(self.counters),
             }
 
     def _decide(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> Decision | None:
-        self._known.expire(now_s)
+        self._replicas.expire(now_s)
         self._turn += 1
         view = self._view_of(request, blocked, now_s)
         ranked = self._policy.rank(view, 1)
@@ -236,7 +236,7 @@ class RoutingCore:
             queued = self.loads.queue_ahead(replica_id)
         number = self.loads.reserve(replica_id, uncached, now_s)
         if request.block_hashes and request.store_kv:
-            self._known.pending.add(request.placement_key, number, replica_id, request.block_hashes)
+            self._replicas.pending.add(request.placement_key, number, replica_id, request.block_hashes)
         best = view.best_tokens
         if not request.rerouted:  # a rerouted request was counted at its first decision
             # Autoscaling counts only the work that more replicas would speed up.
@@ -256,31 +256,31 @@ class RoutingCore:
             and self._policy.may_reroute
             and reason != "only_replica"
             and request.rerouted < MAX_REROUTES
-            and not self._known.is_silent(replica_id)
+            and not self._replicas.is_silent(replica_id)
         )
 
     def _view_of(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> RoutingView:
         """Return the policy's input for this request."""
-        chain, known = self._reusable_chain(request), self._known
-        match = known.directory.match(chain)
-        pending = known.pending.match(request.placement_key, chain)
+        chain, replicas = self._reusable_chain(request), self._replicas
+        match = replicas.directory.match(chain)
+        pending = replicas.pending.match(request.placement_key, chain)
         # The caller learns of a replica's death before this router does. A frozen one sends no KV either.
-        for name in (*request.dead, *known.quiet):
+        for name in (*request.dead, *replicas.quiet):
             match.pop(name, None)
             pending.pop(name, None)
-        adapter_s = known.adapters.wait_s(request.adapter, self.loads)
+        adapter_s = replicas.adapters.wait_s(request.adapter, self.loads)
         scoring, closed = self.settings.scoring, self._closed(blocked)
         loaded: Match = {}
         if self.loads.num_loading:
-            near = known.directory.match(chain, below=False)
+            near = replicas.directory.match(chain, below=False)
             loaded = {name: more for name, tokens in match.items() if (more := tokens - near.get(name, 0)) > 0}
         return RoutingView(
             request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, now_s,
-            known.quiet, loaded,
+            replicas.quiet, loaded,
         )  # fmt: skip
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:
-        gone = self._known.away | self._known.out
+        gone = self._replicas.away | self._replicas.out
         return gone.union(blocked) if gone else blocked
 
     def _reusable_chain(self, request: RoutedRequest) -> bytes:

@@ -160,16 +160,16 @@ class Directory:
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
-        told = {of.tier: of for of in digest.tiers[:_MAX_TIERS]}
+        digests = {of.tier: of for of in digest.tiers[:_MAX_TIERS]}
         missing, altered = 0, False
-        for tier in told.keys() | replica.blocks_of_tier.keys():
-            held = told[tier].blocks if tier in told else 0
-            known = replica.blocks_of_tier.get(tier, 0)
-            if known > held:
+        for tier in digests.keys() | replica.blocks_of_tier.keys():
+            blocks = digests[tier].blocks if tier in digests else 0
+            counted = replica.blocks_of_tier.get(tier, 0)
+            if counted > blocks:
                 return "extra"
-            missing += held - known
-            if known == held > 0:
-                altered |= replica.xor_of_tier[tier] != told[tier].xor
+            missing += blocks - counted
+            if counted == blocks > 0:
+                altered |= replica.xor_of_tier[tier] != digests[tier].xor
         if altered:
             return "altered"
         if missing and replica.refused_blocks and self.num_blocks + missing > self._crowded_at:
@@ -208,9 +208,9 @@ class Directory:
                 if not self._dead:
                     return False
                 self._sweep_dead, self._sweep_at = self._dead, 0
-            asked: list[int] = []
-            step = self._step(partial(and_, ~self._dead), asked)
-            self._sets.count(self._table.rebuild(self._sweep_at, step), asked)
+            new_ids: list[int] = []
+            step = self._step(partial(and_, ~self._dead), new_ids)
+            self._sets.count(self._table.rebuild(self._sweep_at, step), new_ids)
             self._sweep_at += 1
             if self._sweep_at == len(self._table.words):
                 self._free_slots.extend(bits(self._sweep_dead))
@@ -256,17 +256,17 @@ class Directory:
                 while (word := slots[slot]) and (word >> bits_of_value) != tag:
                     slot = (slot + 1) & mask
                 # -- end of KeyTable.get
-                held = masks[word & value_mask]
-                if extra and (held & extra):
-                    held = self._fold(held & live)
-                held = (held & at_low) | at_high  # a hole neither adds nor hides holders
-                if held == at_high:
+                holding = masks[word & value_mask]
+                if extra and (holding & extra):
+                    holding = self._fold(holding & live)
+                holding = (holding & at_low) | at_high  # a hole neither adds nor hides holders
+                if holding == at_high:
                     high = middle
-                elif held == at_low:
+                elif holding == at_low:
                     low = middle
                 else:
-                    intervals.append((middle, held, high, at_high))
-                    high, at_high = middle, held
+                    intervals.append((middle, holding, high, at_high))
+                    high, at_high = middle, holding
             depth = (low + 1) * self.block_size
             holders = at_low & ~at_high
             for replica_id in members.get(holders) or self._names(holders):
@@ -278,9 +278,9 @@ class Directory:
         tokens: dict[str, int] = {}
         left, masks, table = self._ends, self._sets.masks, self._table
         for index in range(len(words) - 1, -1, -1):
-            if held := masks[table.get(words[index])] & left:
-                tokens |= dict.fromkeys(self._names(held), (index + 1) * self.block_size)
-                left &= ~held
+            if holders := masks[table.get(words[index])] & left:
+                tokens |= dict.fromkeys(self._names(holders), (index + 1) * self.block_size)
+                left &= ~holders
                 if not left:
                     break
         return tokens
@@ -288,27 +288,27 @@ class Directory:
     def tiers(self, chain: bytes, match: Mapping[str, int]) -> dict[str, dict[str, int]]:
         """Return each match's tokens by replica and tier. It reads every block: too slow for decisions."""
         slots = {name: self._replicas[name].slot_of_tier for name in match}
-        found: dict[str, dict[str, int]] = {name: dict.fromkeys(tiers, 0) for name, tiers in slots.items()}
+        tokens: dict[str, dict[str, int]] = {name: dict.fromkeys(tiers, 0) for name, tiers in slots.items()}
         depth = max(match.values(), default=0) // self.block_size
         words = memoryview(chain)[: depth * HASH_BYTES].cast("Q")[::2]
         for index in range(depth):
-            held = self._sets.masks[self._table.get(words[index])]
+            holders = self._sets.masks[self._table.get(words[index])]
             for name, tiers in slots.items():
                 if match[name] > index * self.block_size:
                     for tier, slot in tiers.items():
-                        found[name][tier] += self.block_size * (tier == ENDS_TIER or (held >> slot) & 1)
-        return found
+                        tokens[name][tier] += self.block_size * (tier == ENDS_TIER or (holders >> slot) & 1)
+        return tokens
 
-    def _fold(self, held: int) -> int:
+    def _fold(self, holders: int) -> int:
         """Replace the bits of further tiers by the bit of their replica's first tier."""
-        folded = self._folded.get(held)
+        folded = self._folded.get(holders)
         if folded is None:
-            folded = held & ~self._extra
-            for slot in bits(held & self._extra):
+            folded = holders & ~self._extra
+            for slot in bits(holders & self._extra):
                 folded |= 1 << self._replicas[self._owner[slot]].home
             if len(self._folded) >= _MEMO_ENTRIES:
                 self._folded.clear()
-            self._folded[held] = folded
+            self._folded[holders] = folded
         return folded
 
     def _names(self, folded: int) -> tuple[str, ...]:
@@ -348,13 +348,13 @@ class Directory:
 
     def _update(self, hashes: bytes, change: Callable[[int], int], max_entries: int | None = None) -> tuple[int, int]:
         """Change the holders of blocks. Return the number of changed blocks and the XOR of their words."""
-        asked: list[int] = []
-        changes, xor = self._table.update(block_keys(hashes), self._step(change, asked), max_entries)
-        self._sets.count(changes, asked)
+        new_ids: list[int] = []
+        changes, xor = self._table.update(block_keys(hashes), self._step(change, new_ids), max_entries)
+        self._sets.count(changes, new_ids)
         return sum(count for _, _, count in changes), xor
 
-    def _step(self, change: Callable[[int], int], asked: list[int]) -> Callable[[int], int]:
-        """Return a function that maps set ids as ``change`` maps masks. It appends new ids to ``asked``."""
+    def _step(self, change: Callable[[int], int], new_ids: list[int]) -> Callable[[int], int]:
+        """Return a function that maps set ids as ``change`` maps masks. It appends new ids to ``new_ids``."""
         sets = self._sets
 
         def step(set_id: int) -> int:
@@ -362,8 +362,8 @@ class Directory:
             changed = change(mask)
             if changed == mask:
                 return set_id
-            asked.append(sets.id_of(changed))
-            return asked[-1]
+            new_ids.append(sets.id_of(changed))
+            return new_ids[-1]
 
         return step
 

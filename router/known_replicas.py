@@ -50,11 +50,13 @@ class KnownReplicas:
 
     def update(self, replica_ids: Iterable[str], away: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Set the replicas to ``replica_ids``, keep those ``away``, and return the added and the removed replicas."""
-        wanted = dict.fromkeys(replica_ids)
-        known = set(self.loads.replica_ids)
-        self.away = frozenset(replica_id for replica_id in known.intersection(away) if replica_id not in wanted)
-        added = tuple(replica_id for replica_id in wanted if replica_id not in known)
-        removed = tuple(replica_id for replica_id in known if replica_id not in wanted and replica_id not in self.away)
+        listed = dict.fromkeys(replica_ids)
+        present = set(self.loads.replica_ids)
+        self.away = frozenset(replica_id for replica_id in present.intersection(away) if replica_id not in listed)
+        added = tuple(replica_id for replica_id in listed if replica_id not in present)
+        removed = tuple(
+            replica_id for replica_id in present if replica_id not in listed and replica_id not in self.away
+        )
         for replica_id in added:
             self.loads.add_replica(replica_id)
             self.directory.add_replica(replica_id)
@@ -113,7 +115,7 @@ class KnownReplicas:
         """Whether a replica's feed is silent. No later report would correct a load learned elsewhere."""
         return replica_id in self._silent
 
-    def told(self, replica_id: str, load: LoadReport, now_s: float) -> None:
+    def take_report(self, replica_id: str, load: LoadReport, now_s: float) -> None:
         """Record a load that did not arrive by the feed."""
         if not self.is_silent(replica_id):
             self.loads.report(replica_id, load, now_s)

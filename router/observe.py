@@ -57,12 +57,12 @@ class TokensByReason:
         self.best_cached_tokens += best_tokens
         self.selected_cached_tokens += selected_tokens
 
-    def add_delivered(self, selected_tokens: int, delivered_tokens: int, held_tokens: int) -> None:
-        """Count one first token. ``held_tokens``: from the directory now, needed if fewer tokens were delivered."""
+    def add_delivered(self, selected_tokens: int, delivered_tokens: int, listed_tokens: int) -> None:
+        """Count one first token. ``listed_tokens``: from the directory now, needed if fewer tokens were delivered."""
         self.delivered_requests += 1
         self.delivered_cached_tokens += delivered_tokens
         missing = max(selected_tokens - delivered_tokens, 0)
-        evicted = min(max(selected_tokens - held_tokens, 0), missing)
+        evicted = min(max(selected_tokens - listed_tokens, 0), missing)
         self.evicted_tokens += evicted
         self.unused_tokens += missing - evicted
         self.unpredicted_tokens += max(delivered_tokens - selected_tokens, 0)
@@ -354,11 +354,11 @@ def _because(ranked: list[Candidate], estimates: Mapping[str, Estimate], view: R
     """Return the reason for the first place of a ranking by score."""
     match, loads = view.match, view.loads
     first, estimated = ranked[0], estimates[ranked[0].replica_id]
-    held, best = estimated.cached_tokens, view.best_tokens
+    selected, best = estimated.cached_tokens, view.best_tokens
     if first.reason == "cached":
         holders = sum(tokens == best for tokens in match.values())
         among = "the most" if holders == 1 else f"as {holders} replicas do, and of these it scores best"
-        return f"it holds {held} of {view.request.prompt_tokens} prompt tokens, {among}"
+        return f"it holds {selected} of {view.request.prompt_tokens} prompt tokens, {among}"
     if first.reason == "in_flight":
         return (
             f"it is computing a prompt of the same beginning, and will hold all but {estimated.uncached_tokens} tokens"
@@ -374,7 +374,7 @@ def _because(ranked: list[Candidate], estimates: Mapping[str, Estimate], view: R
         return "the prefix has its maximum of holders, and this one scores best of the replicas that may hold it"
     return (
         f"it scores {first.score:.6g} (lower wins) against {place.score:.6g} at {holder}, which holds {best} tokens "
-        f"where it holds {held} but has {loads.queue_ahead(holder)} prefill tokens queued"
+        f"where it holds {selected} but has {loads.queue_ahead(holder)} prefill tokens queued"
     )
 
 

@@ -47,13 +47,13 @@ def closed_to_holders(view: RoutingView, chosen_id: str) -> npt.NDArray[np.bool_
     holders = _holders(view, least)
     if chosen_id in holders:
         return None
-    held = [loads.replicas[name].row for name in holders]
-    if len(held) >= most:
+    holder_rows = [loads.replicas[name].row for name in holders]
+    if len(holder_rows) >= most:
         closed = np.ones(rows, np.bool_)
-        closed[held] = False
+        closed[holder_rows] = False
         return closed
     weights = rendezvous(view.request.placement_key, loads)
-    weights[held] = np.uint64(2**64 - 1)  # before all others
+    weights[holder_rows] = np.uint64(2**64 - 1)  # before all others
     least_weight: np.uint64 = np.partition(weights, rows - most)[rows - most]
     return weights < least_weight
 
@@ -62,8 +62,8 @@ def _holders(view: RoutingView, tokens: int) -> set[str]:
     """Return the known replicas that hold or are computing the first ``tokens``."""
     return {
         replica_id
-        for held in (view.match, view.pending)
-        for replica_id, count in held.items()
+        for match in (view.match, view.pending)
+        for replica_id, count in match.items()
         if count >= tokens and replica_id in view.loads.replicas
     }
 

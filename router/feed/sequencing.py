@@ -91,26 +91,26 @@ class BlockMirror:
     def apply(self, event: Event) -> None:
         """Apply one cache event. Other events change nothing."""
         if isinstance(event, BlocksStored):
-            held = self._tiers.setdefault(event.tier, {})
-            new = {block_hash: None for block_hash in split_chain(event.hashes) if block_hash not in held}
-            held.update(new)
+            blocks = self._tiers.setdefault(event.tier, {})
+            new = {block_hash: None for block_hash in split_chain(event.hashes) if block_hash not in blocks}
+            blocks.update(new)
             self._toggle(event.tier, new)
         elif isinstance(event, BlocksRemoved):
-            held = self._tiers.get(event.tier, {})
-            self._toggle(event.tier, [one for one in split_chain(event.hashes) if held.pop(one, one) is None])
+            blocks = self._tiers.get(event.tier, {})
+            self._toggle(event.tier, [one for one in split_chain(event.hashes) if blocks.pop(one, one) is None])
         elif isinstance(event, CacheCleared):
             self._tiers.clear()
             self._xors.clear()
 
     def holds(self, digest: CacheDigest) -> bool:
         """Return whether the mirror agrees with a digest."""
-        told = {of.tier: of for of in digest.tiers if of.blocks}
-        held = {tier: TierDigest(tier, len(blocks), self._xors[tier]) for tier, blocks in self._tiers.items() if blocks}
-        return told == held
+        digests = {of.tier: of for of in digest.tiers if of.blocks}
+        own = {tier: TierDigest(tier, len(blocks), self._xors[tier]) for tier, blocks in self._tiers.items() if blocks}
+        return digests == own
 
     def tiers(self) -> dict[str, bytes]:
         """Return the packed hashes of each tier that has any."""
-        return {tier: b"".join(held) for tier, held in self._tiers.items() if held}
+        return {tier: b"".join(blocks) for tier, blocks in self._tiers.items() if blocks}
 
     def _toggle(self, tier: str, changed: Iterable[bytes]) -> None:
         self._xors[tier] = self._xors.get(tier, 0) ^ xor_of_words(b"".join(changed))
@@ -187,7 +187,7 @@ SILENCE_S = 5.0
 """After this long without a message, a snapshot is requested to find out whether the last messages were lost."""
 
 MAX_HELD_BYTES = 8 << 20
-_HELD_BYTES_A_MESSAGE = 1024
+_EARLY_BYTES_A_MESSAGE = 1024
 
 Deliver = Callable[[tuple[Event, ...]], None]
 """Receives the events of one replica, in order."""
@@ -202,8 +202,8 @@ class FeedResequencer:
         self._rng = rng
         self._next_seq: int | None = None
         """None: a snapshot is needed. Messages are held until it arrives, because it may be older than they are."""
-        self._held: dict[int, tuple[FeedMessage, int]] = {}
-        self._held_bytes = 0
+        self._early: dict[int, tuple[FeedMessage, int]] = {}
+        self._early_bytes = 0
         self._nonce: bytes | None = None
         self._next_index = 0
         self._progress_s = self._heard_s = self._retry_at_s = now_s
@@ -254,9 +254,9 @@ class FeedResequencer:
             self._nonce = None
             self._attempt = 0
             self._next_seq = chunk.seq + 1
-            held, self._held, self._held_bytes = self._held, {}, 0
-            for seq in sorted(held):
-                self._take(*held[seq])
+            messages, self._early, self._early_bytes = self._early, {}, 0
+            for seq in sorted(messages):
+                self._take(*messages[seq])
 
     def poll(self, now_s: float) -> bytes | None:
         """Return the nonce of a snapshot request to send now, or None when none is due."""
@@ -294,13 +294,13 @@ class FeedResequencer:
         elif self._next_seq is None or message.seq > self._next_seq:
             self._counters.gaps += self._next_seq is not None
             self._next_seq = None
-            if message.seq in self._held:
+            if message.seq in self._early:
                 return
-            self._held_bytes += size + _HELD_BYTES_A_MESSAGE
-            if self._held_bytes > MAX_HELD_BYTES:  # dropped messages are a gap that one more snapshot closes
-                self._held.clear()
-                self._held_bytes = size + _HELD_BYTES_A_MESSAGE
-            self._held[message.seq] = (message, size)
+            self._early_bytes += size + _EARLY_BYTES_A_MESSAGE
+            if self._early_bytes > MAX_HELD_BYTES:  # dropped messages are a gap that one more snapshot closes
+                self._early.clear()
+                self._early_bytes = size + _EARLY_BYTES_A_MESSAGE
+            self._early[message.seq] = (message, size)
             reports = tuple(event for event in message.events if isinstance(event, LoadReport | StatsReport))
             if reports:  # reports are useful at once, even while blocks wait for a snapshot
                 self._deliver(reports)

@@ -71,9 +71,9 @@ class FeedSubscriber:
 
     def connect(self, replica_id: str, endpoint: FeedEndpoint) -> None:
         """Follow a replica at its (new) endpoint. Raises ``zmq.ZMQError`` or ``ValueError`` for an unusable one."""
-        known = self._feeds.get(replica_id)
-        if known is not None:
-            if known.endpoint == endpoint:
+        followed = self._feeds.get(replica_id)
+        if followed is not None:
+            if followed.endpoint == endpoint:
                 return
             self.disconnect(replica_id)
         sub, dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)

@@ -162,9 +162,9 @@ def xor_of_words(chain: bytes) -> int:
     return int(np.bitwise_xor.reduce((keys >> np.uint64(WORD_BITS)) * (keys & np.uint64(WORD_MASK))))
 
 
-def count_leading(chain: bytes, blocks: int, is_known: Callable[[bytes], bool]) -> int:
+def count_leading(chain: bytes, blocks: int, is_cached: Callable[[bytes], bool]) -> int:
     """Return the number of known hashes among the first ``blocks``. Every known hash must have a known parent."""
-    return bisect_left(range(blocks), True, key=lambda i: not is_known(hash_at(chain, i)))
+    return bisect_left(range(blocks), True, key=lambda i: not is_cached(hash_at(chain, i)))
 
 
 def common_blocks(chain: bytes, other: bytes) -> int:

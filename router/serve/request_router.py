@@ -71,9 +71,9 @@ class WaitQueue:
         is over.
         """
         if not self._lines or ahead:
-            found = choose()
-            if found is not None:
-                return found
+            result = choose()
+            if result is not None:
+                return result
         place = _Waiter(-inf if ahead else order, self._clock())
         line = self._lines.setdefault(tenant, deque())
         if ahead:
@@ -90,11 +90,11 @@ class WaitQueue:
                     await place.woken.wait()
                     place.woken.clear()
                 if self._asking is place:
-                    found = choose()
-                    if found is not None:
+                    result = choose()
+                    if result is not None:
                         self._lines.move_to_end(tenant)
                         self._waited(self._clock() - place.arrival_s)
-                        return found
+                        return result
                     self._end_waits()
                 if place.over:
                     raise NoReplicaLeft("no replica came in time")
@@ -280,8 +280,8 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
 
     def _understood(self, replicas: list[RunningReplica]) -> list[RunningReplica]:
         """Return the replicas whose messages this release reads, and note the others."""
-        told = {one.replica_id.unique_id: _version_of(one) for one in replicas}
-        others = {name: version for name, version in told.items() if not mixes(version)}
+        versions = {one.replica_id.unique_id: _version_of(one) for one in replicas}
+        others = {name: version for name, version in versions.items() if not mixes(version)}
         for name in others.keys() - self._core.other_versions.keys():
             logger.warning(
                 "replica %s is not used: its messages have version %d, not %d (docs/how-to/upgrade.md)",

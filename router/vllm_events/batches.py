@@ -154,15 +154,15 @@ class Chains(dict[bytes, HeldBlock]):
         self._touched = touched
         self._children: dict[bytes, set[bytes]] = {}
 
-    def add(self, block: bytes, held: HeldBlock) -> None:
+    def add(self, block: bytes, entry: HeldBlock) -> None:
         """Add a block that was not held."""
-        above = self.get(held.under)
-        first = held.under == held.root
-        held.row = self.needed if first else min(self.needed, 1 if above is None else above.row + 1)
-        self[block] = held
+        above = self.get(entry.under)
+        first = entry.under == entry.root
+        entry.row = self.needed if first else min(self.needed, 1 if above is None else above.row + 1)
+        self[block] = entry
         self._touched[block] = None
-        self._children.setdefault(held.under, set()).add(block)
-        self._recount(block, held.row)
+        self._children.setdefault(entry.under, set()).add(block)
+        self._recount(block, entry.row)
 
     def drop(self, block: bytes) -> None:
         """Remove a held block."""
@@ -180,16 +180,16 @@ class Chains(dict[bytes, HeldBlock]):
 
     def serves(self, block: bytes) -> bool:
         """Return whether a prompt can continue behind a block."""
-        held = self.get(block)
-        return held is not None and held.row == self.needed
+        entry = self.get(block)
+        return entry is not None and entry.row == self.needed
 
     def _recount(self, block: bytes, row: float) -> None:
         """Update the rows of the descendants of a block with the row length ``row``."""
         below = [(block, row)]
         for parent, above in below:
             for child in self._children.get(parent, ()):
-                held, longer = self[child], min(self.needed, above + 1)
-                if held.row != longer:
-                    held.row = longer
+                entry, longer = self[child], min(self.needed, above + 1)
+                if entry.row != longer:
+                    entry.row = longer
                     self._touched[child] = None
                     below.append((child, longer))

@@ -19,7 +19,7 @@ class HostBlocks:
     """
 
     def __init__(self, in_pool: Container[bytes], most: int, most_left: int) -> None:
-        self.told: dict[bytes, None] = {}
+        self.reported: dict[bytes, None] = {}
         self.xor = 0
         self.used = False
         self._in_pool = in_pool
@@ -28,39 +28,39 @@ class HostBlocks:
         self._left: OrderedDict[BlockHash, tuple[bytes, HeldBlock]] = OrderedDict()
         self._copies: Counter[BlockHash] = Counter()
         self._ours: dict[BlockHash, bytes] = {}
-        self._held: dict[bytes, tuple[HeldBlock, set[BlockHash]]] = {}
+        self._entries: dict[bytes, tuple[HeldBlock, set[BlockHash]]] = {}
         self._children: dict[bytes, set[bytes]] = {}
         self._touched: list[bytes] = []
 
     def get(self, block: bytes) -> HeldBlock | None:
         """Return a held block."""
-        found = self._held.get(block)
-        return None if found is None else found[0]
+        entry = self._entries.get(block)
+        return None if entry is None else entry[0]
 
-    def left(self, theirs: BlockHash, block: bytes, held: HeldBlock) -> None:
+    def left(self, theirs: BlockHash, block: bytes, entry: HeldBlock) -> None:
         """Remember a block that the pool lost: vLLM may still report its copy."""
         if self.used:
-            self._left[theirs] = block, held
+            self._left[theirs] = block, entry
             if len(self._left) > self._most_left:
                 self._left.popitem(last=False)
 
-    def add(self, theirs: BlockHash, block: bytes | None, held: HeldBlock | None) -> bool:
+    def add(self, theirs: BlockHash, block: bytes | None, entry: HeldBlock | None) -> bool:
         """Add a copy of a block; None for one that the pool does not hold. Return whether it is known now."""
         self.used = True
         if theirs not in self._ours and len(self._ours) >= self._most:
             return False
-        if block is None or held is None:
-            known = self._ours.get(theirs)
-            block, held = self._left.pop(theirs, (known, None if known is None else self.get(known)))
-            if block is None or held is None:
+        if block is None or entry is None:
+            ours = self._ours.get(theirs)
+            block, entry = self._left.pop(theirs, (ours, None if ours is None else self.get(ours)))
+            if block is None or entry is None:
                 return False
         self._copies[theirs] += 1
         self._ours[theirs] = block
-        if block not in self._held:
-            self._held[block] = held, set()
-            self._children.setdefault(held.under, set()).add(block)
+        if block not in self._entries:
+            self._entries[block] = entry, set()
+            self._children.setdefault(entry.under, set()).add(block)
             self._touched.append(block)
-        self._held[block][1].add(theirs)
+        self._entries[block][1].add(theirs)
         return True
 
     def drop(self, theirs: BlockHash) -> None:
@@ -72,19 +72,20 @@ class HostBlocks:
             return
         del self._copies[theirs]
         block = self._ours.pop(theirs)
-        held, names = self._held[block]
+        entry, names = self._entries[block]
         names.discard(theirs)
         if not names:
-            del self._held[block]
-            self._children[held.under].discard(block)
-            if not self._children[held.under]:
-                del self._children[held.under]
+            del self._entries[block]
+            self._children[entry.under].discard(block)
+            if not self._children[entry.under]:
+                del self._children[entry.under]
             self._touched.append(block)
 
     def clear(self) -> None:
         """Forget all blocks."""
-        for known in (self.told, self._left, self._copies, self._ours, self._held, self._children, self._touched):
-            known.clear()
+        memory = self.reported, self._left, self._copies, self._ours, self._entries, self._children, self._touched
+        for each in memory:
+            each.clear()
         self.xor = 0
 
     def changes(self, pool_changed: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -97,17 +98,17 @@ class HostBlocks:
         for block in pool_changed:
             queue += self._children.get(block, ())
         for block in queue:
-            held = self.get(block)
-            served = held is not None and (
-                held.under == held.root or held.under in self._in_pool or held.under in self.told
+            entry = self.get(block)
+            served = entry is not None and (
+                entry.under == entry.root or entry.under in self._in_pool or entry.under in self.reported
             )
-            if served == (block in self.told):
+            if served == (block in self.reported):
                 continue
             self.xor ^= block_word(block)
             if served:
-                self.told[block] = None
+                self.reported[block] = None
             else:
-                del self.told[block]
+                del self.reported[block]
             gained, lost = (stored, removed) if served else (removed, stored)
             if block in lost:
                 del lost[block]

@@ -123,14 +123,14 @@ class FollowedPool:
         self._ours: dict[BlockHash, bytes] = {}
         self._names: dict[bytes, set[BlockHash]] = {}
         """Blocks with several names."""
-        self._told: dict[bytes, None] = {}
-        self._host = HostBlocks(self._told, most_below, min(max_blocks, _MOST_LEFT))
+        self._reported: dict[bytes, None] = {}
+        self._host = HostBlocks(self._reported, most_below, min(max_blocks, _MOST_LEFT))
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._reported)
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._told)
+        return iter(self._reported)
 
     @property
     def held_blocks(self) -> int:
@@ -140,7 +140,7 @@ class FollowedPool:
     @property
     def host_blocks(self) -> int:
         """The blocks that host memory serves."""
-        return len(self._host.told)
+        return len(self._host.reported)
 
     def translate(self, batch: KvEventBatch) -> list[Event]:
         """Apply a batch and return its router events. Adjacent events of one kind are joined.
@@ -183,20 +183,20 @@ class FollowedPool:
         """Return the number of held blocks among a packed chain's first ``most``. With holes it is only a hint."""
         most = min(most, len(chain) // HASH_BYTES)
         if self.tier == POOL_TIER:
-            told, below = self._told, self._host.told
+            served, below = self._reported, self._host.reported
             return count_leading(
-                chain, most, (lambda block: block in told or block in below) if below else told.__contains__
+                chain, most, (lambda block: block in served or block in below) if below else served.__contains__
             )
-        return next((blocks for blocks in range(most, 0, -1) if hash_at(chain, blocks - 1) in self._told), 0)
+        return next((blocks for blocks in range(most, 0, -1) if hash_at(chain, blocks - 1) in self._reported), 0)
 
     def hit(self, chain: bytes, most: int) -> int:
         """Return ``count_held`` for a request that will use these blocks, and count the hit."""
         blocks = self.count_held(chain, most)
-        held = self._blocks.get(hash_at(chain, blocks - 1)) if blocks else None
-        if held is not None:
+        entry = self._blocks.get(hash_at(chain, blocks - 1)) if blocks else None
+        if entry is not None:
             now_s = self._clock()
-            held.hits = faded(held.hits, held.used_s, now_s) + 1.0
-            held.used_s = now_s
+            entry.hits = faded(entry.hits, entry.used_s, now_s) + 1.0
+            entry.used_s = now_s
         return blocks
 
     def roots_of(self, chain: bytes, public_blocks: int) -> bytes:
@@ -210,28 +210,28 @@ class FollowedPool:
 
     def snapshot(self) -> list[Event]:
         """Return the events that tell of all blocks anew."""
-        below = [BlocksStored(b"".join(self._host.told), HOST_TIER)] if self._host.told else []
+        below = [BlocksStored(b"".join(self._host.reported), HOST_TIER)] if self._host.reported else []
         return [CacheCleared(), BlocksStored(b"".join(self), self.tier), *below]
 
     def digest(self) -> CacheDigest:
         """Return the digest of the reported blocks."""
-        below = TierDigest(HOST_TIER, len(self._host.told), self._host.xor)
-        return CacheDigest((TierDigest(self.tier, len(self), self.xor), *((below,) if self._host.told else ())))
+        below = TierDigest(HOST_TIER, len(self._host.reported), self._host.xor)
+        return CacheDigest((TierDigest(self.tier, len(self), self.xor), *((below,) if self._host.reported else ())))
 
     def blocks(self) -> Iterator[tuple[bytes, HeldBlock]]:
         """Yield the blocks that can be hit, with parents before children."""
-        for block_hash in list(self._told):
-            held = self._blocks.get(block_hash)
-            if held is not None:  # the block may have been removed during the iteration
-                yield block_hash, held
+        for block_hash in list(self._reported):
+            entry = self._blocks.get(block_hash)
+            if entry is not None:  # the block may have been removed during the iteration
+                yield block_hash, entry
 
     def _clear(self, changes: _Changes) -> None:
         for group in self._groups.values():
             group.copies.clear()
             if group.chains is not None:
                 group.chains.clear()
-        for known in (self._touched, self._ours, self._names, self._told, self._host):
-            known.clear()
+        for memory in (self._touched, self._ours, self._names, self._reported, self._host):
+            memory.clear()
         self.xor = 0
         changes.append((CacheCleared, "", b""))
 
@@ -258,9 +258,9 @@ class FollowedPool:
         return group
 
     def _tell_anew(self, changes: _Changes) -> None:
-        if self._told:
-            self._touched |= self._told
-            self._told.clear()
+        if self._reported:
+            self._touched |= self._reported
+            self._reported.clear()
             self._host.clear()
             self.xor = 0
             changes.append((CacheCleared, "", b""))
@@ -279,8 +279,8 @@ class FollowedPool:
                     self._host.drop(name)
             else:
                 ours = self._ours.get(name)
-                held = None if ours is None else self._blocks.get(ours)
-                self.unplaced += not (followed and self._host.add(name, ours, held))
+                entry = None if ours is None else self._blocks.get(ours)
+                self.unplaced += not (followed and self._host.add(name, ours, entry))
 
     def _stored(self, event: BlockStored, changes: _Changes) -> None:
         if event.block_size <= 0:
@@ -299,7 +299,7 @@ class FollowedPool:
             group.chains.clear()
             group.copies.clear()
             self._tell_anew(changes)
-        again = self._told_again(group, event)
+        again = self._reported_again(group, event)
         new = sum(not (again and name in group.copies) for name in event.block_hashes)
         if self.held_blocks + new > self._max_blocks:  # removals were lost, or the pool changed
             self._clear(changes)
@@ -329,16 +329,16 @@ class FollowedPool:
         for index, (theirs, ours) in enumerate(zip(event.block_hashes, hashes, strict=True)):
             group.copies[theirs] += not (again and theirs in group.copies)
             self._ours[theirs] = ours
-            held = group.chains.get(ours)
-            if held is not None and held.theirs != theirs:
-                self._names.setdefault(ours, {held.theirs}).add(theirs)
+            entry = group.chains.get(ours)
+            if entry is not None and entry.theirs != theirs:
+                self._names.setdefault(ours, {entry.theirs}).add(theirs)
                 self._touched[ours] = None
-            elif held is None:
+            elif entry is None:
                 content = raw[4 * size * index : 4 * size * (index + 1)]
                 group.chains.add(ours, HeldBlock(under, roots.get(size * index, b""), content, self._clock(), theirs))
             under = ours
 
-    def _told_again(self, group: _Group, event: BlockStored) -> bool:
+    def _reported_again(self, group: _Group, event: BlockStored) -> bool:
         """Return whether an event tells of blocks that were stored before, and so of no further copies of them.
 
         Newer versions of vLLM do so for requests that ask for it (``kv_cache_report_mode``), from a chain's beginning.
@@ -400,14 +400,14 @@ class FollowedPool:
         """Append the touched blocks that a prompt can newly be served up to, and those that it no longer can."""
         stored, removed = list[bytes](), list[bytes]()
         for block in self._touched:
-            told = self._serves(block)
-            if told != (block in self._told):
-                (stored if told else removed).append(block)
+            served = self._serves(block)
+            if served != (block in self._reported):
+                (stored if served else removed).append(block)
                 self.xor ^= block_word(block)
         self._touched.clear()
-        self._told |= dict.fromkeys(stored)
+        self._reported |= dict.fromkeys(stored)
         for block in removed:
-            del self._told[block]
+            del self._reported[block]
         below, gone = self._host.changes((*stored, *removed))
         for tier, lost, gained in ((self.tier, removed, stored), (HOST_TIER, gone, below)):
             changes += [(BlocksRemoved, tier, block) for block in reversed(lost)]
@@ -415,13 +415,13 @@ class FollowedPool:
 
     def _serves(self, block: bytes) -> bool:
         """Return whether all groups can continue behind a block."""
-        held, groups = self._blocks.get(block), self._groups.values()
-        return held is not None and any(
+        entry, groups = self._blocks.get(block), self._groups.values()
+        return entry is not None and any(
             all(
                 group.known and name in group.copies if group.chains is None else group.chains.serves(block)
                 for group in groups
             )
-            for name in self._names.get(block, (held.theirs,))
+            for name in self._names.get(block, (entry.theirs,))
         )
 
 
@@ -438,10 +438,10 @@ def _joined(changes: _Changes) -> list[Event]:
 
 def _beside_adapter(event: BlockStored, keys: tuple[object, ...] | None) -> list[object]:
     """Return a block's extra keys without the adapter's name. Keys are untagged, and the adapter's name is first."""
-    found = list(keys or ())
-    if event.lora_name is not None and event.lora_name in found:
-        found.remove(event.lora_name)
-    return found
+    entries = list(keys or ())
+    if event.lora_name is not None and event.lora_name in entries:
+        entries.remove(event.lora_name)
+    return entries
 
 
 def _roots(event: BlockStored, unit: int) -> dict[int, bytes] | None:

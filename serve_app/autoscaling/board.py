@@ -86,10 +86,10 @@ class Board:
 
     def seats(self, ctx: AutoscalingContext) -> int:
         """Return the number of replicas that the listed workers need, never less than now."""
-        wanted = [
+        numbers = [
             int(value) for figures in _newest(ctx).values() for name, (_, value) in figures.items() if name == SEATS
         ]
-        return max(int(ctx.target_num_replicas), *wanted, 1)
+        return max(int(ctx.target_num_replicas), *numbers, 1)
 
     def target(self, ctx: AutoscalingContext) -> int:
         """Return the target number of replicas. Between two control periods it does not change."""
@@ -109,11 +109,11 @@ class Board:
     def _of_ingresses(self) -> Raw:
         """Return the ingresses' figures about this board's model."""
         prefix = self._prefix
-        found = {
+        values = {
             source: {name.removeprefix(prefix): value for name, value in figures.items() if name.startswith(prefix)}
             for source, figures in self._at_ingresses._ingress_raw.items()
         }
-        return {source: figures for source, figures in found.items() if figures}
+        return {source: figures for source, figures in values.items() if figures}
 
     def _tell(self, current: int, decision: ScalingDecision) -> None:
         news = decision.reason if decision.reason in ("hold", "starting", "floor") else ""

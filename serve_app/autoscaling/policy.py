@@ -132,11 +132,11 @@ def _decision(
     enough = ceil(SHRINK_MARGIN * highest)
     if enough < target and _past(max(state.since_s, state.grown_s), bounds, now_s):
         floor, purpose = _floor(now) if highest or least else (0, "")  # without any work, the last replica stops
-        wanted = min(max(enough, floor, least), target)
-        if wanted < target:
+        number = min(max(enough, floor, least), target)
+        if number < target:
             said = f"at most {highest:.2f} were needed for {bounds.downscale_delay_s:g} s"
             return ScalingDecision(
-                wanted, needed, "load_fell", said if floor <= enough else f"{said}; {floor} for {purpose}"
+                number, needed, "load_fell", said if floor <= enough else f"{said}; {floor} for {purpose}"
             )
         if floor > max(enough, least):
             return ScalingDecision(target, needed, "floor", f"{enough} are enough, but {floor} are kept for {purpose}")

@@ -52,41 +52,41 @@ def signals(
     ingresses: Sequence[tuple[float, IngressFigures]],
 ) -> Signals:
     """Return the signals. ``running``: ids of the running replicas. Figures have their age in seconds."""
-    told = [figures for age_s, figures in ingresses if age_s <= OLD_AFTER_S]
+    recent = [figures for age_s, figures in ingresses if age_s <= OLD_AFTER_S]
     # While new settings spread, the ingresses may differ for a second. Any ingress's settings will do.
-    bounds = told[0] if told else None
-    known = {name: replicas[name][1] for name in running if name in replicas and replicas[name][0] <= OLD_AFTER_S}
+    bounds = recent[0] if recent else None
+    reported = {name: replicas[name][1] for name in running if name in replicas and replicas[name][0] <= OLD_AFTER_S}
     fault = ""
     if not running and not target and bounds is not None:
-        return Signals(0, 0, "", bounds, waiting=sum(one.waiting_requests for one in told))
+        return Signals(0, 0, "", bounds, waiting=sum(one.waiting_requests for one in recent))
     if not running:
         fault = "no replica runs"
-    elif len(known) < len(running):
-        fault = f"{len(running) - len(known)} of {len(running)} replicas have not reported lately"
-    elif not told:
+    elif len(reported) < len(running):
+        fault = f"{len(running) - len(reported)} of {len(running)} replicas have not reported lately"
+    elif not recent:
         fault = "no ingress has reported lately"
-    elif len({figures.version for figures in known.values()}) > 1:
+    elif len({figures.version for figures in reported.values()}) > 1:
         fault = "replicas of two versions run"
     if fault:
         return Signals(target, len(running), fault, bounds)
-    figures = list(known.values())
+    figures = list(reported.values())
     rates = [one.prefill_tokens_per_s for one in figures if one.prefill_tokens_per_s > 0.0]
     decoding = sum(one.running for one in figures)
     token_s = seconds_per_token(sum(rates) / len(rates) if rates else 0.0, decoding / len(figures))
-    requests = sum(one.requests for one in told)
+    requests = sum(one.requests for one in recent)
 
     def mean(values: Sequence[float]) -> float:
-        return sum(v * one.requests for v, one in zip(values, told, strict=True)) / requests if requests else 0.0
+        return sum(v * one.requests for v, one in zip(values, recent, strict=True)) / requests if requests else 0.0
 
     return Signals(
         target=target,
         running=len(figures),
         fault="",
         bounds=bounds,
-        arrived_tokens=tuple((name, one.arrived_tokens) for name, one in known.items()),
+        arrived_tokens=tuple((name, one.arrived_tokens) for name, one in reported.items()),
         token_s=token_s,
         backlog_s=sum(one.queued_tokens for one in figures) * token_s
-        + sum(one.waiting_requests * one.mean_own_s for one in told),
+        + sum(one.waiting_requests * one.mean_own_s for one in recent),
         decoding=decoding + sum(one.waiting for one in figures),
         slots=min(one.slots for one in figures),
         used_tokens=sum(one.used_tokens for one in figures),
@@ -95,8 +95,8 @@ def signals(
         pin_budget_tokens=min(one.pin_budget_tokens for one in figures),
         hands_over=all(one.hands_over for one in figures),
         # Routers that share traffic see the same hot blocks, so the maximum over routers is the common working set.
-        working_set_tokens=max(one.working_set_tokens for one in told),
+        working_set_tokens=max(one.working_set_tokens for one in recent),
         requests=requests,
-        p90_ttft_s=mean([one.p90_ttft_s for one in told]),
-        p90_own_s=mean([one.p90_own_s for one in told]),
+        p90_ttft_s=mean([one.p90_ttft_s for one in recent]),
+        p90_own_s=mean([one.p90_own_s for one in recent]),
     )

@@ -37,7 +37,7 @@ class PinKeeper:
         self._meters = meters
         self._clock = clock
 
-    def wanted(self, request: EngineRequest, chain: bytes, blocks: int) -> Iterator[WantedPin]:
+    def requested(self, request: EngineRequest, chain: bytes, blocks: int) -> Iterator[WantedPin]:
         """Yield the pins that a request wants among its first ``blocks`` blocks, which have KV and hashes ``chain``."""
         for save in request.saves:
             kept = min(save.tokens // self._block_size, blocks)
@@ -46,16 +46,16 @@ class PinKeeper:
                 key = save.key or hash_at(chain, kept - 1) + request.tenant.encode()
                 yield WantedPin(key, kept, save.ttl_s, explicit=bool(save.key))
 
-    def without_pinning(self, wanted: WantedPin, tenant: str, numbers: Sequence[int]) -> SaveResult | None:
+    def without_pinning(self, pin: WantedPin, tenant: str, numbers: Sequence[int]) -> SaveResult | None:
         """Return the result if nothing has to be pinned, else None. ``numbers``: the blocks' numbers in ``Pins``."""
         pins = self._pins
-        if not wanted.blocks:
+        if not pin.blocks:
             return SaveResult("too_short")
-        if pins.renew(wanted.key, wanted.ttl_s, self._clock()):
+        if pins.renew(pin.key, pin.ttl_s, self._clock()):
             return SaveResult("present")
-        if wanted.blocks > pins.budget_blocks:
-            return SaveResult("too_large", wanted.blocks * self._block_size, 0, pins.budget_blocks * self._block_size)
-        if not wanted.explicit and pins.of_tenant(tenant) >= MAX_BREAKPOINTS:
+        if pin.blocks > pins.budget_blocks:
+            return SaveResult("too_large", pin.blocks * self._block_size, 0, pins.budget_blocks * self._block_size)
+        if not pin.explicit and pins.of_tenant(tenant) >= MAX_BREAKPOINTS:
             return self.pinned("over_budget", tenant, numbers)
         return None
 
@@ -63,9 +63,9 @@ class PinKeeper:
         """Return the result of pinning a prefix, with the available space if it does not fit."""
         if outcome != "over_budget":
             return SaveResult(outcome)
-        held, budget = self._pins.room(tenant)
+        pinned, budget = self._pins.room(tenant)
         more = len(numbers) - self._pins.pinned_leading(numbers, tenant)
-        return SaveResult(outcome, *(blocks * self._block_size for blocks in (more, held, budget)))
+        return SaveResult(outcome, *(blocks * self._block_size for blocks in (more, pinned, budget)))
 
     def answer(self, request: EngineRequest, results: Sequence[SaveResult]) -> SaveResult | None:
         """Return the client's result for all its prefixes, and count it; only the last result can be a refusal."""

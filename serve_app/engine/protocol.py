@@ -298,18 +298,18 @@ def _version_in(data: bytes) -> int:
     """Return the version of a request that cannot be read: its place among the fields never changes."""
     fields = msgspec.msgpack.decode(data)
     at = EngineRequest.__struct_fields__.index("version")
-    told = fields[at] if isinstance(fields, list) and len(fields) > at else UNTOLD
-    return told if isinstance(told, int) else UNTOLD
+    version = fields[at] if isinstance(fields, list) and len(fields) > at else UNTOLD
+    return version if isinstance(version, int) else UNTOLD
 
 
 MAX_TOLD_TOKENS = 4096
 """Most of a prompt's tokens that one output tells of: its message stays far below the limit of a connection."""
 
 
-def prompt_outputs(request_id: str, told: Sequence[TokenLogprob]) -> list[EngineOutput]:
+def prompt_outputs(request_id: str, logprobs: Sequence[TokenLogprob]) -> list[EngineOutput]:
     """Return the outputs that tell the log-probabilities of a prompt's next tokens."""
-    starts = range(0, len(told), MAX_TOLD_TOKENS)
-    return [EngineOutput(request_id, prompt_logprobs=tuple(told[at : at + MAX_TOLD_TOKENS])) for at in starts]
+    starts = range(0, len(logprobs), MAX_TOLD_TOKENS)
+    return [EngineOutput(request_id, prompt_logprobs=tuple(logprobs[at : at + MAX_TOLD_TOKENS])) for at in starts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +454,7 @@ class Engine(Protocol):
         """Bytes of one block's KV."""
         return 0
 
-    def known_blocks(self, block_hashes: bytes, most: int) -> int:
+    def cached_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
         return 0
 

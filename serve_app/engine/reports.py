@@ -185,9 +185,9 @@ def _largest_tenants(by_tenant: Mapping[str, int]) -> dict[str, int]:
     if len(by_tenant) <= TENANT_LABELS:
         return dict(by_tenant)
     ordered = sorted(by_tenant.items(), key=lambda item: (-item[1], item[0]))
-    shown = dict(ordered[:TENANT_LABELS])
-    shown["other"] = shown.get("other", 0) + sum(blocks for _, blocks in ordered[TENANT_LABELS:])
-    return shown
+    largest = dict(ordered[:TENANT_LABELS])
+    largest["other"] = largest.get("other", 0) + sum(blocks for _, blocks in ordered[TENANT_LABELS:])
+    return largest
 
 
 ROUTERS_REMEMBERED = 256

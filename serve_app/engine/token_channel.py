@@ -153,16 +153,20 @@ class Arrivals:
         first = last = self._outputs.popleft()
         if not self._outputs:
             return first
-        token_ids, logprobs, told = first.token_ids, first.logprobs, first.prompt_logprobs
+        token_ids, logprobs, prompt_logprobs = first.token_ids, first.logprobs, first.prompt_logprobs
         while self._outputs:
             last = self._outputs.popleft()
             token_ids += last.token_ids
             logprobs += last.logprobs
-            told += last.prompt_logprobs
+            prompt_logprobs += last.prompt_logprobs
             if last.first is not None:
                 first = structs.replace(last, first=last.first.after(first.first))
         return structs.replace(
-            first, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=told, finish_reason=last.finish_reason
+            first,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=last.finish_reason,
         )
 
     def wake(self, _: object = None) -> None:

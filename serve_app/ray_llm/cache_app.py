@@ -93,12 +93,12 @@ class CacheApp:
 
     async def _explained(self, body: bytes, router: WarmRouter) -> dict[str, Any]:
         try:
-            asked = SimpleNamespace(**json.loads(body))
+            query = SimpleNamespace(**json.loads(body))
         except (ValueError, TypeError) as error:
             raise HTTPException(400, "send the body of a chat or a completion as JSON") from error
         acting = router.core.settings.policy
-        found = router.explain_soon(asked, str(getattr(asked, "tenant", "")), sorted(POLICIES, key=acting.__ne__))
-        return {"policy": acting, "prompts": [await asyncio.wrap_future(found)]}
+        explanation = router.explain_soon(query, str(getattr(query, "tenant", "")), sorted(POLICIES, key=acting.__ne__))
+        return {"policy": acting, "prompts": [await asyncio.wrap_future(explanation)]}
 
     def _viewer(self, request: Request, router: WarmRouter) -> str | None:
         """Return the tenant of a request's key, None for all: for the operator, or if nobody has a key.
@@ -134,9 +134,9 @@ class CacheApp:
     async def _look(self, *_: Any, timeout_s: float) -> list[Any]:
         """Ask the replicas for their recent answers; only while clients watch."""
         assert self._handle is not None and self._live is not None
-        found = await self._handle.broadcast("recent_answers", self._numbers).results_async(timeout_s=timeout_s)
+        replies = await self._handle.broadcast("recent_answers", self._numbers).results_async(timeout_s=timeout_s)
         counts = self._live.counts
-        for replica, number, answers in found:
+        for replica, number, answers in replies:
             self._numbers[replica] = number
             for request_id, tenant, chain, prompt_tokens, cached, ttft_s in answers:
                 counts.first_token(tenant, ttft_s, prompt_tokens, cached)

@@ -59,8 +59,8 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
         ids, tenant, started_s = prompt.get("prompt_token_ids"), tenant_now.get(), time.monotonic()
         if ids is not None:
             chain = hash_blocks(root, np.asarray(ids, dtype=np.int32), self._size)
-            held = self._pool.hit(chain, (len(ids) - 1) // self._size)
-            self._prefills.arrived(request_id, len(ids) - held * self._size, request_key(chain, len(ids)))
+            cached_blocks = self._pool.hit(chain, (len(ids) - 1) // self._size)
+            self._prefills.arrived(request_id, len(ids) - cached_blocks * self._size, request_key(chain, len(ids)))
             self._reporter.prefills_changed()
         try:
             async for output in self._generate(prompt, sampling_params, request_id, **options):

@@ -79,8 +79,8 @@ class WarmRouter(CacheAwareRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Learn the engines' facts before following their feeds: hashes depend on the block size."""
-        told = [replica.replica_metadata.get(METADATA) for replica in replicas]
-        facts = next((EngineFacts(**values) for values in told if values), None)
+        metadata = [replica.replica_metadata.get(METADATA) for replica in replicas]
+        facts = next((EngineFacts(**values) for values in metadata if values), None)
         if facts is not None and facts != self._facts:
             self._learn(facts)
         super().update_replicas(replicas)
@@ -157,10 +157,10 @@ class WarmRouter(CacheAwareRouter):
         model = getattr(body, "model", None) or facts.model
         lora = "" if model == facts.model else model
         root = scopes.root(tenant, lora, getattr(body, "cache_salt", None))
-        found = await self._prompts.encode(body, root, tenant)
-        if found is None:
+        prompt = await self._prompts.encode(body, root, tenant)
+        if prompt is None:
             return None
-        encoded, placement = found
+        encoded, placement = prompt
         tokens = len(encoded.token_ids)
         return RoutedRequest(
             request_id, encoded.block_hashes, tokens, placement, adapter=lora, tenant=tenant, reads_kv=_reads_kv(body)
@@ -188,7 +188,7 @@ class WarmRouter(CacheAwareRouter):
 
 def _reads_kv(body: Any) -> bool:
     """Return whether vLLM reads cached blocks for a body: not for the log-probabilities of its prompt."""
-    told = getattr(body, "prompt_logprobs", None)
-    if told is None and getattr(body, "echo", False):
-        told = getattr(body, "logprobs" if getattr(body, "messages", None) is None else "top_logprobs", None)
-    return told is None
+    count = getattr(body, "prompt_logprobs", None)
+    if count is None and getattr(body, "echo", False):
+        count = getattr(body, "logprobs" if getattr(body, "messages", None) is None else "top_logprobs", None)
+    return count is None

@@ -41,7 +41,7 @@ class Scopes:
         self._header = tenant_header.lower()
         self._secret = load_secret()
         self.check = PrefixScope("check").root(self._secret).hex()
-        self._known = lru_cache(4096)(self._make)
+        self._roots = lru_cache(4096)(self._make)
 
     def tenant_in(self, headers: Mapping[str, str] | Iterable[tuple[str, str]]) -> str:
         """Return the tenant of these headers, as a digest: no key is stored. "" if tenants are not separated.
@@ -59,7 +59,7 @@ class Scopes:
         """Return a tenant's root, which a client's own salt divides further; ``lora``: the adapter's id."""
         salt = b"" if cache_salt is None else b"\1" + _digest(cache_salt)
         # Clients choose the length of both words, so only their digests are kept.
-        return self._known(tenant, _digest(lora).hex() if lora else "", salt)
+        return self._roots(tenant, _digest(lora).hex() if lora else "", salt)
 
     def _make(self, tenant: str, lora: str, own: bytes) -> bytes:
         salt = sha256(len(tenant).to_bytes(8, "little") + tenant.encode() + own).digest()

@@ -89,11 +89,11 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     sizes = (config.block_size, *config.rank_sizes)
     block_bytes = kv_bytes_per_block(model_config, kv_dtype, *sizes, grouped=not copies)
     arguments = {name: value for name, value in config.engine_args.items() if name not in SPEC_ARGS}
-    told = dict(arguments)
+    given = dict(arguments)
     unknown = any(name in vllm_refusals.OTHER_WEIGHTS or "offload" in name for name in arguments)
     if layers := draft_layers(drafting, fields, drafter):
         block_bytes += kv_bytes_per_block(SimpleNamespace(**layers), kv_dtype, *sizes)
-        told["drafter"] = _fingerprint(Path(drafting["model"])) if drafter else info.fingerprint
+        given["drafter"] = _fingerprint(Path(drafting["model"])) if drafter else info.fingerprint
     num_blocks = config.num_blocks
     if on_cpu and num_blocks is None:
         num_blocks = blocks_in_budget(block_bytes, config.kv_cache_bytes or CPU_POOL_BYTES)
@@ -104,7 +104,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
         weights_bytes=0 if unknown else stored_bytes(info.path, 4 if dtype == "float32" else 2),
         end_token_ids=info.eos_token_ids,
         block_bytes=block_bytes,
-        model_fingerprint=fingerprint_with(info.fingerprint, told),
+        model_fingerprint=fingerprint_with(info.fingerprint, given),
         copies=copies,
         pin_budget=config.pin_budget if config.enable_prefix_caching else 0.0,
         num_blocks=num_blocks,

@@ -80,9 +80,9 @@ class Peers:
         handle = serve.get_deployment_handle(context.deployment, context.app_name)
         self._handle: DeploymentHandle = handle.options(_by_reference=True, method_name="answer_peer")
 
-    async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
+    async def fetch(self, holder: str, part: WantedPart) -> PulledPart:
         """Ask for a part of a prefix's KV."""
-        return cast(PulledPart, await self._ask("export_kv", holder, wanted))
+        return cast(PulledPart, await self._ask("export_kv", holder, part))
 
     async def offer(self, peer: str, most_blocks: int) -> HotOffer:
         """Ask for a peer's hottest prefixes."""

@@ -63,7 +63,7 @@ class _Pull:
     last: int
     deadline_s: float
     remote_kv: RemoteKv
-    held: int = 0
+    cached: int = 0
     spans: list[Span] = field(default_factory=list)
 
 
@@ -150,10 +150,10 @@ class Puller:
             return None
         size = self._size
         usable = (len(request.token_ids) - 1) // size
-        held = self._engine.known_blocks(request.block_hashes, usable)
+        cached = self._engine.cached_blocks(request.block_hashes, usable)
         for pull in self._under_way.values():
             common = min(common_blocks(pull.request.block_hashes, request.block_hashes), pull.last, usable)
-            if (common - max(held, pull.first)) * size >= self._config.min_pull_tokens and pull.first <= held:
+            if (common - max(cached, pull.first)) * size >= self._config.min_pull_tokens and pull.first <= cached:
                 self.meters.joined += 1
                 if trace is not None:
                     pull.spans.append(trace.pull(pull.holder, common * size, joined=True))
@@ -161,17 +161,19 @@ class Puller:
         if not holder:
             return None
         most = max(1, self._config.max_pull_bytes // self._block_bytes)
-        last = min(tokens // size, usable, held + most)
+        last = min(tokens // size, usable, cached + most)
         prefill_rate = self._engine.load().prefill_tokens_per_s
-        refusal = self._refusal((last - held) * size, prefill_rate)
+        refusal = self._refusal((last - cached) * size, prefill_rate)
         if refusal is not None:
             self.meters.refused[refusal] += 1
             return None
-        compute_s = (last - held) * size / prefill_rate if prefill_rate else UNKNOWN_DEADLINE_S
-        pull = _Pull(request, holder, held, last, max(compute_s, LEAST_DEADLINE_S), RemoteKv(last * size), held=held)
+        compute_s = (last - cached) * size / prefill_rate if prefill_rate else UNKNOWN_DEADLINE_S
+        pull = _Pull(
+            request, holder, cached, last, max(compute_s, LEAST_DEADLINE_S), RemoteKv(last * size), cached=cached
+        )
         self.meters.begun += 1
         if trace is not None:
-            pull.spans.append(trace.pull(holder, (last - held) * size, joined=False))
+            pull.spans.append(trace.pull(holder, (last - cached) * size, joined=False))
         task = asyncio.get_running_loop().create_task(self._run(pull))
         self._under_way[task] = pull
         task.add_done_callback(self._under_way.pop)
@@ -214,7 +216,7 @@ class Puller:
             logger.exception("a pull from replica %s failed", pull.holder)
         finally:
             duration_s = self._clock() - started_s
-            tokens = (pull.held - pull.first) * self._size
+            tokens = (pull.cached - pull.first) * self._size
             if tokens or outcome == "late":
                 self._rate.observe(tokens, duration_s, self._clock())
             self.meters.ended[outcome] += 1
@@ -226,18 +228,18 @@ class Puller:
             self._engine.wake()
 
     async def _copy(self, pull: _Pull) -> PullOutcome:
-        """Copy piece after piece; ``pull.held`` tracks the progress."""
+        """Copy piece after piece; ``pull.cached`` tracks the progress."""
         request = pull.request
         prefix = HashedTokens(request.scope, request.identity, request.block_hashes, request.tenant)
         piece_blocks = max(1, PIECE_BYTES // self._block_bytes)
-        while pull.held < pull.last:
-            count = min(piece_blocks, pull.last - pull.held)
-            held = await copy_part(self._engine, self._fetch, pull.holder, prefix, pull.held, count, self._size)
-            if not isinstance(held, tuple):
-                return "part" if pull.held > pull.first else "gone" if held == "gone" else "holder_busy"
-            arrived = pull.held + held[1]
-            pull.held = max(pull.held, min(held[0], pull.last))
-            if pull.held < arrived:
+        while pull.cached < pull.last:
+            count = min(piece_blocks, pull.last - pull.cached)
+            copied = await copy_part(self._engine, self._fetch, pull.holder, prefix, pull.cached, count, self._size)
+            if not isinstance(copied, tuple):
+                return "part" if pull.cached > pull.first else "gone" if copied == "gone" else "holder_busy"
+            arrived = pull.cached + copied[1]
+            pull.cached = max(pull.cached, min(copied[0], pull.last))
+            if pull.cached < arrived:
                 return "no_room"
         return "whole"
 
@@ -261,5 +263,5 @@ async def copy_part(
     if not isinstance(part, KvChain):
         return part
     # A copy into the pool that has begun is finished, even past a deadline.
-    held = await asyncio.shield(asyncio.to_thread(engine.transfer.import_part, part, prefix, first))
-    return held, part.header.blocks
+    cached = await asyncio.shield(asyncio.to_thread(engine.transfer.import_part, part, prefix, first))
+    return cached, part.header.blocks

@@ -117,8 +117,8 @@ class Replica:
         self._moves = MoveMeters()
         labels = ray.get_runtime_context().get_node_labels()
         rank = gang_rank()
-        told = {} if rank is None else {"data_parallel_rank": float(rank)}
-        self._attributes = attributes_of({**told, **self._config.replica_attributes}, labels)
+        own = {} if rank is None else {"data_parallel_rank": float(rank)}
+        self._attributes = attributes_of({**own, **self._config.replica_attributes}, labels)
         gpus = ",".join(map(str, ray.get_gpu_ids()))
         self._place = (("pid", str(os.getpid())), ("node", platform.node()), ("gpu", gpus))
         self._lifecycle = Lifecycle(self._config, self._engine, self._adapters, peers, self._running, self._moves)

@@ -85,14 +85,14 @@ async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = D
 
 def attributes_of(settings: Mapping[str, str | float], labels: Mapping[str, str]) -> dict[str, str | float]:
     """Return a replica's attributes: the settings', then its node's labels, numbers as such, as many as fit."""
-    found = dict(settings)
+    attributes = dict(settings)
     for name, text in labels.items():
         if name != "ray.io/node-id":
             try:
-                found.setdefault(name, float(text))
+                attributes.setdefault(name, float(text))
             except ValueError:
-                found.setdefault(name, text)
-    return dict(islice(found.items(), MAX_ATTRIBUTES))
+                attributes.setdefault(name, text)
+    return dict(islice(attributes.items(), MAX_ATTRIBUTES))
 
 
 def replica_figures(engine: Engine, version: int, config: AppConfig) -> ReplicaFigures:

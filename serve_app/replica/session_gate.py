@@ -109,9 +109,9 @@ class Admission:
         if not self._waiting:
             return []
         room, now_s, pace = self.room_tokens, self.clock(), self.sessions.pace()
-        held = self.sessions.held()
-        held_tokens = held.total()
-        tenants = held.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
+        usage = self.sessions.held()
+        used_tokens = usage.total()
+        tenants = usage.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
         share = {tenant: room * self.shares.fraction(tenant, among=tenants) for tenant in tenants}
         aging = AGING_SHARE * pace
         turns = {name: waiting.arrival_s + waiting.served_tokens / aging for name, waiting in self._waiting.items()}
@@ -127,7 +127,7 @@ class Admission:
         started: list[str] = []
         paused = {one: self._paused(one) for one in {waiting.session.tenant for waiting in self._waiting.values()}}
         for request_id, waiting in sorted(
-            line, key=lambda item: held[item[1].session.tenant] / self.shares.weight(item[1].session.tenant)
+            line, key=lambda item: usage[item[1].session.tenant] / self.shares.weight(item[1].session.tenant)
         ):
             session = waiting.session
             if session.turns == 1:  # another request may have computed the same prompt
@@ -136,30 +136,30 @@ class Admission:
             services, sums = paused[tenant]
             passed = sums[bisect_right(services, MUCH * session.served(now_s))]
             # Not ``verdict``: within its share it also takes the space of others' sessions that wait for their return.
-            fits = held_tokens - passed + tokens <= room or held[tenant] - passed + tokens <= share[tenant]
-            price_s = self._price_s(tokens, held_tokens - passed, room)
+            fits = used_tokens - passed + tokens <= room or usage[tenant] - passed + tokens <= share[tenant]
+            price_s = self._price_s(tokens, used_tokens - passed, room)
             idle = self.sessions.idle and self.sessions.idle_s() - self._spent_s >= price_s
-            if fits or not held or idle or waiting.until_s <= now_s:
-                if held and not fits:
+            if fits or not usage or idle or waiting.until_s <= now_s:
+                if usage and not fits:
                     self._spent_s += price_s
                 started.append(request_id)
                 self._waits_s.observe(now_s - waiting.arrival_s)
-                held[tenant] += tokens
-                held_tokens += tokens
+                usage[tenant] += tokens
+                used_tokens += tokens
                 self.sessions.set_waiting(session, waits=False)
                 del self._waiting[request_id]
         return started
 
-    def _price_s(self, tokens: int, held_tokens: int, room: int) -> float:
+    def _price_s(self, tokens: int, used_tokens: int, room: int) -> float:
         """Return the idle time that a context of ``tokens`` needs to start; 0.0 where it evicts no live session."""
-        return PATIENCE * max(0, min(tokens, held_tokens + tokens - room)) / self.sessions.pace()
+        return PATIENCE * max(0, min(tokens, used_tokens + tokens - room)) / self.sessions.pace()
 
     def _paused(self, tenant: str) -> tuple[list[float], list[int]]:
         """Return the services of a tenant's paused sessions, ascending; and the tokens of those from each one on."""
         now_s = self.clock()
-        found = sorted((session.served(now_s), tokens) for session, tokens in self.sessions.paused(tenant))
-        sums = [*accumulate((tokens for _, tokens in reversed(found)), initial=0)]
-        return [served for served, _ in found], sums[::-1]
+        paused = sorted((session.served(now_s), tokens) for session, tokens in self.sessions.paused(tenant))
+        sums = [*accumulate((tokens for _, tokens in reversed(paused)), initial=0)]
+        return [served for served, _ in paused], sums[::-1]
 
     def samples(self) -> Iterator[Sample]:
         """Yield the histogram of waiting times, under its own name too, which boards have."""
@@ -172,8 +172,8 @@ class Admission:
             return math.inf
         waiting, idle_until_s = self._waiting.values(), math.inf
         if self.sessions.idle:
-            least, held_tokens = min(one.session.own_tokens for one in waiting), self.sessions.held().total()
-            price_s = self._price_s(least, held_tokens, self.room_tokens)
+            least, used_tokens = min(one.session.own_tokens for one in waiting), self.sessions.held().total()
+            price_s = self._price_s(least, used_tokens, self.room_tokens)
             idle_until_s = self.clock() + price_s - (self.sessions.idle_s() - self._spent_s)
         return min([min(one.until_s for one in waiting), idle_until_s, self.sessions.next_end_s()])
 
@@ -185,14 +185,14 @@ MOST_TOLD = 200
 def session_report(sessions: Sessions, admission: Admission, tenant: str | None, now_s: float) -> dict[str, Any]:
     """Return a replica's part of ``GET /v1/cache/sessions`` (docs: api). ``tenant`` None: for an operator."""
     own, pace = sessions.all(tenant), sessions.pace()
-    held = sessions.held()
-    live_tokens = held.total() if tenant is None else held[tenant]
+    usage = sessions.held()
+    live_tokens = usage.total() if tenant is None else usage[tenant]
     room = {"room_tokens": admission.room_tokens} if tenant is None else {}
 
     def row(session: Session) -> dict[str, Any]:
         state = sessions.state(session, pace)
         idle_s = 0.0 if session.running else now_s - session.used_s
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "session": session.name,
             "tenant": session.tenant,
             "state": state,
@@ -203,13 +203,13 @@ def session_report(sessions: Sessions, admission: Admission, tenant: str | None,
             "idle_s": round(idle_s, 1),
         }
         if state == "paused":
-            told["live_for_s"] = round(sessions.live_until_s(session, pace) - now_s, 1)
+            report["live_for_s"] = round(sessions.live_until_s(session, pace) - now_s, 1)
         if state == "waiting":
-            told["waited_s"] = round(admission.waited_s(session), 1)
-            told["why"] = _why(session.own_tokens, live_tokens, **room)
-            reason = LimitReason("session", "num_blocks", held[session.tenant], room.get("room_tokens"))
-            told["reason"] = reason.shown()
-        return told
+            report["waited_s"] = round(admission.waited_s(session), 1)
+            report["why"] = _why(session.own_tokens, live_tokens, **room)
+            reason = LimitReason("session", "num_blocks", usage[session.tenant], room.get("room_tokens"))
+            report["reason"] = reason.shown()
+        return report
 
     latest = nsmallest(MOST_TOLD, own, key=lambda session: 0.0 if session.running else now_s - session.used_s)
     return {"sessions": len(own), "live_tokens": live_tokens, **room, "rows": [row(session) for session in latest]}
@@ -245,7 +245,7 @@ class SessionGate:
             wait_s=config.session_wait_s,
             shares=Shares(config.cache_shares),
         )
-        self._held: dict[str, RemoteKv] = {}
+        self._tickets: dict[str, RemoteKv] = {}
         self._changed = asyncio.Event()
 
     def begin(self, request: EngineRequest) -> RemoteKv | None:
@@ -255,34 +255,34 @@ class SessionGate:
             return None
 
         def cached_tokens() -> int:
-            return self._engine.known_blocks(chain, (prompt_tokens - 1) // size) * size
+            return self._engine.cached_blocks(chain, (prompt_tokens - 1) // size) * size
 
-        known = cached_tokens()
+        cached = cached_tokens()
         session = self.sessions.begin(
-            request.request_id, request.tenant, chain, prompt_tokens, known, request.session, request.system_tokens,
+            request.request_id, request.tenant, chain, prompt_tokens, cached, request.session, request.system_tokens,
             parent=request.parent, expected_tokens=request.expected_tokens, final=request.final,
         )  # fmt: skip
         decision = request.decision
         pulled_tokens = decision.pull_tokens if decision is not None and decision.pull_from else 0
-        needed_tokens = prompt_tokens - max(known, pulled_tokens)
+        needed_tokens = prompt_tokens - max(cached, pulled_tokens)
         if not self._admission.waits(session, needed_tokens, cached_tokens, request.timeout_s):
             return None
-        held = self._held[request.request_id] = RemoteKv(known)
+        waiting = self._tickets[request.request_id] = RemoteKv(cached)
         self._admit()
         self._changed.set()
-        return None if held.done else held
+        return None if waiting.done else waiting
 
     def first_token(self, request_id: str) -> None:
         """Note that a request's prompt has been computed."""
         self.sessions.first_token(request_id)
-        if self._held and self.sessions.idle:
+        if self._tickets and self.sessions.idle:
             self._changed.set()
 
     def end(self, request_id: str, answer_tokens: int) -> None:
         """Note that a request has ended, successfully or not."""
         session = self.sessions.end(request_id, answer_tokens)
         self._admission.forget(request_id)
-        self._held.pop(request_id, None)
+        self._tickets.pop(request_id, None)
         self._closed([session] if session is not None else [])
 
     def close(self, tenant: str, names: Collection[str]) -> int:
@@ -319,12 +319,12 @@ class SessionGate:
         for session in sessions:
             if session.marks:
                 self._engine.retire(session.marks[0][1], max(session.shared_tokens, session.system_tokens))
-        if self._held:
+        if self._tickets:
             self._admit()
 
     def _admit(self) -> None:
         started = self._admission.admitted()
         for request_id in started:
-            self._held.pop(request_id).end()
+            self._tickets.pop(request_id).end()
         if started:
             self._engine.wake()

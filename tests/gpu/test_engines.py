@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest, both: Both) -> Any:
 def known(both: Both, engine: Any, ids: Any, scope: PrefixScope = SCOPE) -> int:
     """Return how many tokens of a prompt an engine holds by its own word, at most all but the last."""
     size = both.block_size
-    return size * engine.known_blocks(prefix_of(ids, scope, size).chain, (len(ids) - 1) // size)
+    return size * engine.cached_blocks(prefix_of(ids, scope, size).chain, (len(ids) - 1) // size)
 
 
 @pytest.mark.parametrize("how", SAMPLED)

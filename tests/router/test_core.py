@@ -78,7 +78,7 @@ def test_simultaneous_requests_spread_and_users_of_one_cold_prompt_follow_the_fi
     assert [decision.reason for decision in herd] == ["cold"] + ["in_flight"] * 4
     for decision in herd:
         core.release(decision)
-    assert len(core._known.pending._chains) == core.state()["open_reservations"] == 0
+    assert len(core._replicas.pending._chains) == core.state()["open_reservations"] == 0
 
 
 def test_update_replicas_reports_differences() -> None:
@@ -88,7 +88,7 @@ def test_update_replicas_reports_differences() -> None:
     assert core.update_replicas("ba") == ((), ())
     assert core.update_replicas("bc") == (("c",), ("a",))
     assert core.loads.open_reservations == 0
-    assert (core.stats(), core._known.adapters._holders) == ({}, {})
+    assert (core.stats(), core._replicas.adapters._holders) == ({}, {})
     core.release(decision)
     core.apply("a", [BlocksStored(CHAIN), load()])
     assert decided(core, ask(chain=CHAIN)).best_cached_tokens == 0

@@ -157,4 +157,4 @@ def test_a_frozen_replica_gets_requests_only_when_no_other_can_take_them(policy:
     for name in names:
         tell(name)
     core.release(chosen) if chosen is not None else None
-    assert core._known.quiet == frozenset(), "its next message is enough"
+    assert core._replicas.quiet == frozenset(), "its next message is enough"

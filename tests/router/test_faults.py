@@ -104,4 +104,4 @@ def test_churn_of_replicas_leaves_nothing_behind() -> None:
     assert len(core.directory._owner) < 600
     assert len(core.directory._sets.masks) < 600
     assert set(core.counters.decisions_by_replica) == {"stays"}
-    assert len(core._known.pending._chains) <= 4096
+    assert len(core._replicas.pending._chains) <= 4096

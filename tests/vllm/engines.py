@@ -100,7 +100,7 @@ def compute(both: Both, ids: Any, scope: PrefixScope = SCOPE, max_tokens: int = 
     prefix = prefix_of(ids, scope, both.block_size)
     tokens = tokens_of(both.vllm, "r", ids, max_tokens=max_tokens, scope=scope)
     blocks = (len(ids) - 1) // both.block_size
-    eventually(lambda: both.vllm.known_blocks(prefix.chain, blocks) == blocks)
+    eventually(lambda: both.vllm.cached_blocks(prefix.chain, blocks) == blocks)
     return prefix, tokens
 
 
@@ -114,7 +114,7 @@ def mispredicted(both: Both, requests: int) -> tuple[list[tuple[str, int, int]],
         talk = talks[random.integers(len(talks))]
         scope, ids = talk
         compute(both, both.prompt(size + 1, seed=5000 + number), max_tokens=1)  # its events come last
-        predicted = size * both.vllm.known_blocks(prefix_of(ids, scope, size).chain, (len(ids) - 1) // size)
+        predicted = size * both.vllm.cached_blocks(prefix_of(ids, scope, size).chain, (len(ids) - 1) // size)
         name = f"talk {number}"
         found = run_all(both.vllm, [request(name, ids, 6, scope=scope)])
         hits += found.cached[name] > 0

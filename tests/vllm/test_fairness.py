@@ -53,7 +53,7 @@ class Tenants:
         """Return the blocks that a request gets from the cache, which must be the predicted ones."""
         self.run(self.asked("flood", 77, 2))  # brings all earlier events at the latest
         chain = prefix_of(asked.token_ids, asked.scope).chain
-        known = self.engine.known_blocks(chain, (len(asked.token_ids) - 1) // BLOCK)
+        known = self.engine.cached_blocks(chain, (len(asked.token_ids) - 1) // BLOCK)
         cached = self.run(asked).cached[asked.request_id]
         assert cached == BLOCK * known
         return known

@@ -221,7 +221,7 @@ def test_an_evicted_prefix_comes_back_for_copies_too(both: Both) -> None:
     again = run_all(both.vllm, [request("again", ids, 8)])
     assert (again.tokens["again"], again.cached["again"]) == (tokens, 5 * BLOCK)
     reset(both)
-    assert both.vllm.known_blocks(prefix.chain, 5) == 0
+    assert both.vllm.cached_blocks(prefix.chain, 5) == 0
     assert run_all(both.vllm, [request("cold", ids, 8)]).cached["cold"] == 0
     reset(both)
     assert both.vllm.transfer.import_part(part, prefix, 0) == 5

@@ -90,7 +90,7 @@ class Served:
         """Return once all earlier events are heard: those of a separate prompt come last."""
         ids = np.random.default_rng(9000 + number).integers(3, VOCAB, BLOCK + 1, dtype=np.int32)
         run_all(self.engine, [request(f"settle {number}", ids, 1)])  # type: ignore[arg-type]
-        eventually(lambda: self.engine.known_blocks(prefix_of(ids).chain, 1) == 1)
+        eventually(lambda: self.engine.cached_blocks(prefix_of(ids).chain, 1) == 1)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -139,7 +139,7 @@ def test_predictions_are_delivered_and_no_token_changes(served: Served) -> None:
             name, scope = f"{number} {at}", SCOPES[tenant]
             asked.append(structs.replace(request(name, ids, 6, scope=scope), tenant=tenant))
             chain, most = prefix_of(ids, scope).chain, (len(ids) - 1) // BLOCK
-            predicted[name] = BLOCK * served.engine.known_blocks(chain, most)
+            predicted[name] = BLOCK * served.engine.cached_blocks(chain, most)
             assert served.directory.match(chain[: 16 * most]).get("r", 0) == predicted[name]
         found = run_all(served.engine, asked)  # type: ignore[arg-type]
         for at, one in zip(chosen, asked, strict=True):
@@ -162,7 +162,7 @@ def test_a_reset_forgets_all_groups(served: Served) -> None:
     ids = np.random.default_rng(3).integers(3, VOCAB, 300, dtype=np.int32)
     run_all(served.engine, [request("first", ids)])  # type: ignore[arg-type]
     served.settle(100)
-    assert served.engine.known_blocks(prefix_of(ids).chain, 9) == 9
+    assert served.engine.cached_blocks(prefix_of(ids).chain, 9) == 9
     eventually(served.engine.reset_prefix_cache)
     assert served.directory.match(prefix_of(ids).chain) == {}
     assert run_all(served.engine, [request("again", ids)]).cached["again"] == 0  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def test_a_save_outlives_a_flood_and_leaves_space_for_the_longest_request(served
             flood = random.integers(3, VOCAB, length, dtype=np.int32)
             run_all(served.engine, [request(f"flood {number}", flood, 4)])  # type: ignore[arg-type]
         served.settle(200)
-        assert served.engine.known_blocks(prefix_of(ids).chain, 6) == 6
+        assert served.engine.cached_blocks(prefix_of(ids).chain, 6) == 6
         again = run_all(served.engine, [request("again", ids, 6)])  # type: ignore[arg-type]
         assert again.cached["again"] == kept
         served.check(ids, again.tokens["again"])

@@ -58,7 +58,7 @@ def heard(both: Both, chain: bytes = b"") -> None:
 
 def cached(both: Both, item: EngineRequest) -> int:
     """Return a request's cached blocks, which must be the predicted ones; its stored blocks are then known."""
-    predicted = both.vllm.known_blocks(chain_of(item), 10)
+    predicted = both.vllm.cached_blocks(chain_of(item), 10)
     assert run_all(both.vllm, [item]).cached[item.request_id] == BLOCK * predicted
     heard(both, chain_of(item)[: 10 * HASH_BYTES] if item.store_kv else b"")
     return predicted

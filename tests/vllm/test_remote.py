@@ -81,7 +81,7 @@ def test_cached_tokens_are_exactly_those_predicted(engine: RemoteEngine) -> None
         scope = PrefixScope("demo", salt=bytes([key[0]]) * 8)
         asked = request(f"t{turn}", talks[key], 4, scope=scope)
         chain = hash_blocks(asked.root, talks[key], BLOCK)
-        known = engine.known_blocks(chain, (len(talks[key]) - 1) // BLOCK) * BLOCK
+        known = engine.cached_blocks(chain, (len(talks[key]) - 1) // BLOCK) * BLOCK
         answer = ask(engine, f"t{turn}", talks[key], 4, scope=scope)
         exact += answer.cached[f"t{turn}"] == known
         talks[key] = np.concatenate([talks[key], answer.tokens[f"t{turn}"], prompt(60, 1000 + turn)])[:1900]

@@ -176,7 +176,7 @@ def test_the_directory_predicts_the_delivered_tokens(drafter: Both) -> None:
         which = int(random.integers(len(talks)))
         ids = talks[which]
         compute(both, both.prompt(BLOCK + 1, seed=5000 + number), max_tokens=1)  # its events come last
-        predicted = BLOCK * both.vllm.known_blocks(prefix_of(ids).chain, (len(ids) - 1) // BLOCK)
+        predicted = BLOCK * both.vllm.cached_blocks(prefix_of(ids).chain, (len(ids) - 1) // BLOCK)
         name = f"talk {number}"
         rules = TokenRules(logit_bias=((which, 100.0),)) if number % 3 else None
         found = run_all(both.vllm, [request(name, ids, 30, tenant=f"t{which % 2}", temperature=0.1, rules=rules)])
@@ -245,7 +245,7 @@ def test_a_drafters_kv_is_computed_found_and_copied_with_the_models(twin: Both) 
     ids = twin.prompt(10 * BLOCK + 7, seed=51)
     cold = accepted_after(twin, "cold", ids)
     prefix = prefix_of(ids)
-    eventually(lambda: twin.vllm.known_blocks(prefix.chain, 10) == 10)
+    eventually(lambda: twin.vllm.cached_blocks(prefix.chain, 10) == 10)
     warm = accepted_after(twin, "warm", ids)
     part = twin.vllm.transfer.export_prefix(prefix)
     assert part is not None

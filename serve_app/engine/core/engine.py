@@ -98,7 +98,7 @@ class TorchEngine:
         if self._cache.enabled:
             chain = request.block_hashes or self._cache.prompt_chain(request.scope, request.root, request.identity)
         sequence = SequenceState(structs.replace(request, token_ids=ids), sink, chain, self._clock())
-        sequence.held_blocks_hint = self._cache.index.count_held(chain, sequence.reusable_blocks(self._cache))
+        sequence.cached_blocks_hint = self._cache.index.count_held(chain, sequence.reusable_blocks(self._cache))
         with self._loop.changed:
             if self._loop.stopping:
                 raise EngineError("the engine is stopped")
@@ -159,7 +159,7 @@ class TorchEngine:
         """Bytes of one block's KV."""
         return self._runner.block_bytes
 
-    def known_blocks(self, block_hashes: bytes, most: int) -> int:
+    def cached_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
         index, pending = self._cache.index, self._scheduler.pending
         return count_leading(block_hashes, most, lambda block: index.held(block) or pending.has(block))

@@ -73,11 +73,11 @@ class LoadReporter:
             self._add(sequence, _LAST, waits=True)
         first: dict[bytes, _Work] = {}
         for sequence in sorted(scheduler.ready(), key=scheduler.rank):
-            work, wanted = self._work[sequence.request.request_id], scheduler.missing_block(sequence)
-            if wanted and scheduler.pending.has(wanted):
+            work, missing = self._work[sequence.request.request_id], scheduler.missing_block(sequence)
+            if missing and scheduler.pending.has(missing):
                 work.passes = True
                 continue  # it will wait for the sequence that computes this block
-            other = first.setdefault(wanted, work) if wanted else work
+            other = first.setdefault(missing, work) if missing else work
             if other.tenant != work.tenant:
                 other.contended = work.contended = True
             if other is work or work.contended:

@@ -165,13 +165,13 @@ class OutputProcessor:
             self.meters.generation_tokens += 1
         self.scheduler.computed(item)
         if segment.prompt_logprobs:
-            sequence.told_tokens += len(segment.prompt_logprobs)
+            sequence.reported_logprobs += len(segment.prompt_logprobs)
             for part in prompt_outputs(sequence.request.request_id, segment.prompt_logprobs):
                 self.outbox.add(sequence.sink, part)
         if sequence.prefilling:
             return
-        told = (segment.logprob,) if tokens and segment.logprob is not None else ()
-        output = EngineOutput(sequence.request.request_id, tokens, told)
+        logprobs = (segment.logprob,) if tokens and segment.logprob is not None else ()
+        output = EngineOutput(sequence.request.request_id, tokens, logprobs)
         if sequence.first_token_s is None:
             output.first = self._first(sequence, now)
         if reason is not None:

@@ -33,8 +33,8 @@ class PromptPins:
         if request.saves and not self._cache.enabled:
             results.append(SaveResult("off"))
         else:
-            for wanted in self._keeper.wanted(request, sequence.chain, sequence.published):
-                results.append(self._pin(wanted, request.tenant, sequence.blocks[: wanted.blocks]))
+            for pin in self._keeper.requested(request, sequence.chain, sequence.published):
+                results.append(self._pin(pin, request.tenant, sequence.blocks[: pin.blocks]))
                 if results[-1].refused:
                     break
         return self._keeper.answer(request, results)
@@ -46,12 +46,12 @@ class PromptPins:
             self._write_to_disk(blocks, None if saved.ttl_s is None else saved.ttl_s - saved.unread_s)
         return outcome
 
-    def _pin(self, wanted: WantedPin, tenant: str, blocks: Sequence[int]) -> SaveResult:
-        result = self._keeper.without_pinning(wanted, tenant, blocks)
+    def _pin(self, pin: WantedPin, tenant: str, blocks: Sequence[int]) -> SaveResult:
+        result = self._keeper.without_pinning(pin, tenant, blocks)
         if result is None:
-            outcome = self._cache.pin(wanted.key, blocks, wanted.ttl_s, tenant=tenant)
-            if outcome == "pinned" and wanted.explicit:
-                self._write_to_disk(blocks, wanted.ttl_s)
+            outcome = self._cache.pin(pin.key, blocks, pin.ttl_s, tenant=tenant)
+            if outcome == "pinned" and pin.explicit:
+                self._write_to_disk(blocks, pin.ttl_s)
             result = self._keeper.pinned("saved" if outcome == "pinned" else outcome, tenant, blocks)
         return result
 

@@ -96,7 +96,7 @@ class TierSpiller:
         tiers.close(deadline_s)
 
     def _reader(self, entries: Sequence[CachedBlock]) -> ReadRows:
-        return lambda wanted, rows: self.runner.read_blocks([entries[i].block for i in wanted], rows)
+        return lambda indices, rows: self.runner.read_blocks([entries[i].block for i in indices], rows)
 
 
 def describe(cache: PrefixCache, entries: Sequence[CachedBlock]) -> list[TierBlock]:
@@ -232,11 +232,11 @@ class TierLoader:
         rows: list[Row] = []
         hashes: list[bytes] = []
         expected = self._expected(tokens, matched, last) if self.tiers.tiers else ()
-        for i, wanted in enumerate(expected, len(matched)):
-            row = self.tiers.row(wanted)
+        for i, block in enumerate(expected, len(matched)):
+            row = self.tiers.row(block)
             if row is None:
                 break
-            hashes.append(wanted.block_hash)
+            hashes.append(block.block_hash)
             if i >= first:
                 rows.append(row)
         self.tiers.use(hashes)
@@ -250,16 +250,16 @@ class TierLoader:
         """Return the verified blocks that continue ``matched``; ``load``: one that is done."""
         limit = self._cache.reusable_blocks(sequence.prefill_tokens)
         blocks: list[_Found] = []
-        for wanted in self._expected(sequence.hashed_tokens, matched, limit):
-            tier = self.tiers.holder(wanted)
-            row = tier.row(wanted.block_hash) if tier is not None else None
-            if row is None and load is not None and (loaded := load.blocks.get(wanted.block_hash)) is not None:
-                if loaded[0].prefix_digest != wanted.prefix_digest:
+        for block in self._expected(sequence.hashed_tokens, matched, limit):
+            tier = self.tiers.holder(block)
+            row = tier.row(block.block_hash) if tier is not None else None
+            if row is None and load is not None and (loaded := load.blocks.get(block.block_hash)) is not None:
+                if loaded[0].prefix_digest != block.prefix_digest:
                     break
                 tier, row = load.tier, loaded[1]
             if tier is None:
                 break
-            blocks.append(_Found(wanted, tier, row))
+            blocks.append(_Found(block, tier, row))
         return blocks
 
     def _expected(self, tokens: HashedTokens, matched: Sequence[int], last: int) -> Iterator[Wanted]:
@@ -283,36 +283,36 @@ class TierLoader:
         """
         tier = run[0].tier
         if tier not in fetch.worthwhile:
-            blocks = sum(1 for found in run if found.tier is tier)
+            blocks = sum(1 for hit in run if hit.tier is tier)
             size, tokens = blocks * self.tiers.size_bytes, blocks * self._cache.block_size
             fetch.worthwhile[tier] = tier.rule.worthwhile(size, tokens, self._meters.prefill_tokens_per_s)
         return fetch.worthwhile[tier]
 
     def _await(self, fetch: _Fetch, run: Sequence[_Found]) -> Fetched:
         tier = run[0].tier
-        wanted = [found.wanted for found in run if found.tier is tier and found.row is None]
+        blocks_there = [hit.wanted for hit in run if hit.tier is tier and hit.row is None]
         waited_for = [f.load for f in self._fetches.values() if f.load is not None and not f.load.done]
         under_way = list(dict.fromkeys(waited_for))
-        joined = next((load for load in under_way if wanted[0].block_hash in load.names), None)
+        joined = next((load for load in under_way if blocks_there[0].block_hash in load.names), None)
         if joined is None:
             taken = sum(len(load.wanted) for load in under_way)
             room = LOADING_BYTES // self.tiers.size_bytes - taken
             if room <= 0 and under_way:
                 fetch.load = under_way[0]  # the request asks again once there may be space
                 return "wait"
-            joined = tier.load(wanted[: max(1, room)])
+            joined = tier.load(blocks_there[: max(1, room)])
         fetch.load = joined
         fetch.loads += 1
         return "wait"
 
     def _install(self, sequence: SequenceState, matched: Sequence[int], run: Sequence[_Found]) -> int:
-        ready = list(takewhile(lambda found: found.row is not None, run))[: self._room_blocks]
-        loaded_before = {found.wanted.block_hash: found.row for found in ready if self.tiers.row(found.wanted) is None}
-        self.tiers.use([found.wanted.block_hash for found in ready])
+        ready = list(takewhile(lambda hit: hit.row is not None, run))[: self._room_blocks]
+        loaded_before = {hit.wanted.block_hash: hit.row for hit in ready if self.tiers.row(hit.wanted) is None}
+        self.tiers.use([hit.wanted.block_hash for hit in ready])
 
         def rows() -> list[Row]:
             current = (
-                loaded_before.get(found.wanted.block_hash, self.tiers.row(found.wanted)) for found in ready
+                loaded_before.get(hit.wanted.block_hash, self.tiers.row(hit.wanted)) for hit in ready
             )  # an eviction may have moved some
             return [row for row in takewhile(lambda row: row is not None, current) if row is not None]
 
@@ -320,8 +320,8 @@ class TierLoader:
         loaded = install_blocks(self._cache, self._runner, sequence.hashed_tokens, matched, len(ready), rows)
         duration_s = perf_counter() - started_s
         self._room_blocks -= loaded
-        for found in ready[:loaded]:
-            found.tier.counts.hits += 1
+        for hit in ready[:loaded]:
+            hit.tier.counts.hits += 1
         if loaded and not loaded_before:
             ready[0].tier.loaded(loaded, duration_s)
         return loaded

@@ -77,16 +77,16 @@ class PrefixTransfer:
                 self.cache.acquire(blocks, read=demote)  # a pull for a request counts as a read
             rows = list(payload[copied : copied + self._step_blocks])
             at, end = first + copied, first + copied + len(rows)
-            held = blocks[at:end]
-            if held:
-                self.runner.read_blocks(held, rows[: len(held)])
+            cached = blocks[at:end]
+            if cached:
+                self.runner.read_blocks(cached, rows[: len(cached)])
             below: Sequence[Row] = ()
-            if len(held) < len(rows):
-                below = self.tiers.rows(tokens, blocks, at + len(held), end)
-                for row, source in zip(rows[len(held) :], below, strict=False):
+            if len(cached) < len(rows):
+                below = self.tiers.rows(tokens, blocks, at + len(cached), end)
+                for row, source in zip(rows[len(cached) :], below, strict=False):
                     row[...] = source
-            copied += len(held) + len(below)
-            if len(held) + len(below) == len(rows) and copied < len(payload):
+            copied += len(cached) + len(below)
+            if len(cached) + len(below) == len(rows) and copied < len(payload):
                 return True
             self.cache.release(blocks)
             if demote and copied:
@@ -103,8 +103,8 @@ class PrefixTransfer:
         if not copied:
             return None
         end, payload = first + copied, payload[:copied]
-        held_ids, hashes = ids[: end * size], chain[: end * HASH_BYTES]
-        return KvChain(make_header(self.runner.kv_format, scope, held_ids, hashes, payload, first), payload)
+        cached_ids, hashes = ids[: end * size], chain[: end * HASH_BYTES]
+        return KvChain(make_header(self.runner.kv_format, scope, cached_ids, hashes, payload, first), payload)
 
     def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
         """Publish the blocks of ``part``, which continue ``prefix`` from ``first`` on (``verify_part``), as they fit.
@@ -117,11 +117,11 @@ class PrefixTransfer:
         verify_part(part, self.runner.kv_format, prefix.scope, prefix.token_ids, prefix.chain, first)
         end = first + part.header.blocks
         ids = prefix.token_ids[: end * self.cache.block_size]
-        wanted = replace(prefix, token_ids=ids, chain=prefix.chain[: end * HASH_BYTES])
+        covered = replace(prefix, token_ids=ids, chain=prefix.chain[: end * HASH_BYTES])
         while True:
-            held, new = self.on_loop(lambda: self._take(part, wanted, first))
-            if not new or held >= end:
-                return held
+            cached, new = self.on_loop(lambda: self._take(part, covered, first))
+            if not new or cached >= end:
+                return cached
 
     def hot_prefixes(self) -> HotPrefixes:
         """Return all prefixes in the pool, saves and the hottest first."""
@@ -159,16 +159,16 @@ class PrefixTransfer:
         """Match whole blocks, the last one too: no last token has to be computed here, unlike for a prompt."""
         return self.cache.match(tokens.scope, np.append(tokens.token_ids, np.int32(0)), tokens.chain)
 
-    def _take(self, part: KvChain, wanted: HashedTokens, first: int) -> tuple[int, int]:
+    def _take(self, part: KvChain, covered: HashedTokens, first: int) -> tuple[int, int]:
         """Load one step's worth of blocks; return (blocks held from the chain's start, new ones)."""
         cache = self.cache
-        matched = self._match(wanted)
-        held = len(matched)
+        matched = self._match(covered)
+        cached = len(matched)
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
         room = cache.available_blocks - idle_hits - self.scheduler.reserved_blocks
-        count = min(first + part.header.blocks - held, self._step_blocks, room)
-        if count <= 0 or held < first:
-            return held, 0
-        rows = list(part.payload[held - first : held - first + count])
-        new = install_blocks(cache, self.runner, wanted, matched, count, lambda: rows)
-        return held + new, new
+        count = min(first + part.header.blocks - cached, self._step_blocks, room)
+        if count <= 0 or cached < first:
+            return cached, 0
+        rows = list(part.payload[cached - first : cached - first + count])
+        new = install_blocks(cache, self.runner, covered, matched, count, lambda: rows)
+        return cached + new, new

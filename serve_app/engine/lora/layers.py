@@ -73,11 +73,11 @@ def _pair(
     if parts.keys() != {"A", "B"}:
         raise AdapterError(f"{module} has only one of lora_A and lora_B")
     down, up, rank = parts["A"], parts["B"], config.rank
-    wanted = (rank, layer.in_features), (layer.out_features, rank)
-    if (tuple(down.shape), tuple(up.shape)) != wanted:
+    shapes = (rank, layer.in_features), (layer.out_features, rank)
+    if (tuple(down.shape), tuple(up.shape)) != shapes:
         raise AdapterError(
             f"{module}: lora_A is {list(down.shape)} and lora_B {list(up.shape)}; this model and rank need "
-            f"{list(wanted[0])} and {list(wanted[1])}"
+            f"{list(shapes[0])} and {list(shapes[1])}"
         )
     scaled = up.float().t() * config.scale
     pair = LoraPair(down.to(dtype).contiguous(), scaled.to(dtype).contiguous())

@@ -9,7 +9,7 @@ import msgspec
 
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.remote.answers import WorkerGone
-from serve_app.engine.remote.reading import ERROR_BYTES, LIES, PROBE_TIMEOUT, WorkerHttp, shown
+from serve_app.engine.remote.reading import ERROR_BYTES, LIES, PROBE_TIMEOUT, WorkerHttp, printable
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +58,13 @@ class AdapterLoads:
         path: str,
         spec: AdapterSpec,
         names: Callable[[], frozenset[str]],
-        told: Callable[[str], None],
+        loaded: Callable[[str], None],
     ) -> None:
         """Wait until the server has an adapter that it does not name, or has in an earlier version.
 
-        ``path``: the URL under which it loads them; ``names``: those that it has now; ``told``: called with one that it
-        got. All requests for an adapter wait for one load, which none of them ends by leaving. Raises ValueError if the
-        server refuses, and WorkerGone.
+        ``path``: the URL under which it loads them; ``names``: those that it has now; ``loaded``: called with one that
+        it got. All requests for an adapter wait for one load, which none of them ends by leaving. Raises ValueError if
+        the server refuses, and WorkerGone.
         """
         while True:
             named = spec.name in names()
@@ -72,7 +72,7 @@ class AdapterLoads:
                 return
             key, load = self._loads.get(spec.name, ("", None))
             if load is None:
-                load = asyncio.get_running_loop().create_task(self._load(http, path, spec, named, told))
+                load = asyncio.get_running_loop().create_task(self._load(http, path, spec, named, loaded))
                 self._loads[spec.name] = spec.key, load
                 load.add_done_callback(lambda ended: self._ended(spec.name, ended))
                 key = spec.key
@@ -96,7 +96,7 @@ class AdapterLoads:
             load.exception()  # marks it as retrieved, though all that waited may have left
 
     async def _load(
-        self, http: WorkerHttp, path: str, spec: AdapterSpec, named: bool, told: Callable[[str], None]
+        self, http: WorkerHttp, path: str, spec: AdapterSpec, named: bool, loaded: Callable[[str], None]
     ) -> None:
         body = msgspec.json.encode({"lora_name": spec.name, "lora_path": spec.path})
         try:
@@ -109,7 +109,7 @@ class AdapterLoads:
         except (*LIES, aiohttp.ClientError, OSError) as error:
             raise WorkerGone(f"{path} does not load the adapter {spec.name} ({type(error).__name__})") from None
         if status != 200 and (named or b"already" not in answer):
-            said = shown(answer.decode(errors="replace"))
+            said = printable(answer.decode(errors="replace"))
             logger.warning(
                 "%s does not load the adapter %s (%d): load it there. It says: %s", path, spec.name, status, said
             )
@@ -117,4 +117,4 @@ class AdapterLoads:
                 raise WorkerGone(f"{path} does not load the adapter {spec.name} ({status})")
             raise ValueError(f"The model's server does not load the adapter {spec.name} ({status}).")
         self._loaded[spec.name] = spec.key
-        told(spec.name)
+        loaded(spec.name)

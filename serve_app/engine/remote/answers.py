@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from serve_app.engine.protocol import EngineRequest, TokenLogprob
-from serve_app.engine.remote.reading import EVENT_BYTES, LIES, Untrue, shown
+from serve_app.engine.remote.reading import EVENT_BYTES, LIES, Untrue, printable
 
 VocabularyId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -91,9 +91,9 @@ def refused(url: str, status: int, reason: str) -> Exception:
     """Return the error for a server's refusal with a reason, its own words."""
     if status in (400, 413, 422):
         host = urlsplit(url).hostname or url
-        said = _ADDRESS.sub("...", shown(reason)).replace(host, "...")
+        said = _ADDRESS.sub("...", printable(reason)).replace(host, "...")
         return ValueError(f"{REFUSED}: {said}" if said else f"{REFUSED} ({status}).")
-    why = f"{status}: {shown(reason) or 'no reason told'}"
+    why = f"{status}: {printable(reason) or 'no reason told'}"
     if status in (429, 503):
         return Busy(f"{url} is full ({why})")
     if 300 <= status < 400:

@@ -29,8 +29,8 @@ from serve_app.engine.remote.reading import (
     WorkerHttp,
     check_plain,
     decoded,
+    printable,
     read,
-    shown,
 )
 
 END_S = 5.0
@@ -82,7 +82,7 @@ async def parts_of(
                 if answer.ended:
                     break
                 if part.token_ids:
-                    events.told(event_bytes(request, had=answer.had, all_tokens=again))
+                    events.advanced(event_bytes(request, had=answer.had, all_tokens=again))
             if not (answer.ended and says_end):
                 return  # a server that goes on after all that was asked for hears that we left
             last = Part()
@@ -95,4 +95,4 @@ async def parts_of(
     except (aiohttp.ClientError, OSError) as error:
         raise WorkerGone(f"{url} broke off an answer ({type(error).__name__})") from error
     except LIES as error:
-        raise WorkerGone(f"{url} sent what is no answer: {shown(str(error))}") from error
+        raise WorkerGone(f"{url} sent what is no answer: {printable(str(error))}") from error

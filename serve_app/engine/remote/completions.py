@@ -10,7 +10,7 @@ import numpy as np
 from serve_app.engine.protocol import AdapterSpec, EngineRequest, TokenLogprob, TokenRules
 from serve_app.engine.remote.answers import Part, VocabularyId, WorkerError, failed_part, logprob_of
 from serve_app.engine.remote.dialect import Dialect, WorkerFacts, grammar_of, sampling_fields, seed_of
-from serve_app.engine.remote.reading import Untrue, shown
+from serve_app.engine.remote.reading import Untrue, printable
 
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(?<!\w)(\w++)="([^"]*+)"')
@@ -167,5 +167,5 @@ def _id_of(token: str) -> int:
 def _whole(text: str) -> int:
     """Return a token's id. Raises Untrue for what is none."""
     if not (text.isascii() and text.isdecimal() and len(text) < 11):
-        raise Untrue(f"{shown(text, 20)!r} is no token id")
+        raise Untrue(f"{printable(text, 20)!r} is no token id")
     return int(text)

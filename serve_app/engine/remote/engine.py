@@ -33,7 +33,7 @@ from serve_app.engine.protocol import (
 )
 from serve_app.engine.remote.adapters import Names
 from serve_app.engine.remote.answers import Busy, Part, WorkerGone
-from serve_app.engine.remote.reading import WorkerHttp, shown
+from serve_app.engine.remote.reading import WorkerHttp, printable
 from serve_app.engine.remote.seat import ClaimWorker, WorkerSeat
 from serve_app.engine.remote.settings import RemoteSettings
 from serve_app.engine.scheduling.sequence import check_request, possible
@@ -148,8 +148,8 @@ class RemoteEngine(OutsideEngine, ExternalEngine):
         with self._lock:
             facts, far = self.seat.facts, self.seat.far
             blocks = facts.num_blocks if facts is not None else 0
-            held = far.pool.held_blocks
-            gauges = tuple(self._load.gauges(max(blocks, held), held, 0, _LABELS))
+            cached_blocks = far.pool.held_blocks
+            gauges = tuple(self._load.gauges(max(blocks, cached_blocks), cached_blocks, 0, _LABELS))
         predictions = "warmpath_worker_predictions_total"
         return StatsReport(
             (
@@ -173,7 +173,7 @@ class RemoteEngine(OutsideEngine, ExternalEngine):
         if follower is not None and not self.seat.out:
             follower.tell(anew=anew)
 
-    def known_blocks(self, block_hashes: bytes, most: int) -> int:
+    def cached_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached, by the worker's last events (any thread)."""
         return self.seat.far.pool.count_held(block_hashes, most)
 
@@ -228,7 +228,7 @@ class RemoteEngine(OutsideEngine, ExternalEngine):
             raise WorkerGone(f"{worker.url} broke off an answer")
         reason = _FINISH.get(finish)
         if reason is None:
-            raise WorkerGone(f"{worker.url} ended an answer with {shown(finish, 40)!r}")
+            raise WorkerGone(f"{worker.url} ended an answer with {printable(finish, 40)!r}")
         followed = request.reads_kv and not again and seat.far is far
         if cached is not None and followed and far.follower is not None:
             far.judge(predicted, cached)

@@ -26,14 +26,14 @@ class WorkerLists:
     def __init__(self, read: ReadEntries = listed) -> None:
         self._read = read
         self._threads = ThreadPoolExecutor(_READERS, "worker-lists")
-        self._known: dict[str, Sequence[Worker]] = {}
+        self._listed: dict[str, Sequence[Worker]] = {}
         self._reading: dict[str, asyncio.Future[Sequence[Worker]]] = {}
         self._said: dict[str, None] = {}
 
     async def now(self, entries: Sequence[str]) -> list[Worker]:
         """Return all entries' workers, each once. Waits at most ``LIST_S``."""
         loop = asyncio.get_running_loop()
-        self._known = {entry: self._known.get(entry, ()) for entry in entries}
+        self._listed = {entry: self._listed.get(entry, ()) for entry in entries}
         for entry in entries:
             if not entry.startswith(LISTS):
                 self._take(entry, lambda entry=entry: self._read([entry], self._say))  # type: ignore[misc]
@@ -45,10 +45,10 @@ class WorkerLists:
             if reading.done():
                 del self._reading[entry]
                 self._take(entry, reading.result)
-        found: dict[str, Worker] = {}
-        for worker in chain.from_iterable(self._known.values()):
-            found.setdefault(worker.url, worker)
-        return list(found.values())
+        workers: dict[str, Worker] = {}
+        for worker in chain.from_iterable(self._listed.values()):
+            workers.setdefault(worker.url, worker)
+        return list(workers.values())
 
     def close(self) -> None:
         """ReadEntries nothing more."""
@@ -56,12 +56,12 @@ class WorkerLists:
 
     def _take(self, entry: str, result: Callable[[], Sequence[Worker]]) -> None:
         try:
-            found = result()
+            workers = result()
         except (OSError, ValueError) as error:  # what was known still holds
             self._say(f"{entry} cannot be read: {error}")
         else:
-            if entry in self._known:
-                self._known[entry] = found
+            if entry in self._listed:
+                self._listed[entry] = workers
 
     def _say(self, sentence: str) -> None:
         """Warn once of each mistake, as lists are read every second."""

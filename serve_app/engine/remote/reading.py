@@ -37,7 +37,7 @@ LIES = (Untrue, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What reading a worker's words may raise."""
 
 
-def shown(text: str, most: int = MAX_SHOWN_CHARS) -> str:
+def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:
     """Return a worker's text in one line of printable characters, cut off."""
     line = _UNPRINTABLE.sub(" ", text[: 4 * most]).strip()
     return line if len(line) <= most else f"{line[: most - 3]}..."
@@ -115,24 +115,24 @@ async def decoded(decode: Callable[[bytes], T], body: bytes) -> T:
 class Events:
     """The data of an answer's server-sent events, but the last, [DONE].
 
-    ``most``: bytes that may come between two calls of ``told``, which says that an event told something new.
+    ``most``: bytes that may come between two calls of ``advanced``, which says that an event brought something new.
     """
 
     def __init__(self, answer: aiohttp.ClientResponse, most: int) -> None:
         self._content = answer.content
         self._most = most
-        self._untold = 0
+        self._idle_bytes = 0
 
-    def told(self, most: int) -> None:
+    def advanced(self, most: int) -> None:
         """Count from zero again, up to ``most``: the last event brought the answer forward."""
-        self._untold, self._most = 0, most
+        self._idle_bytes, self._most = 0, most
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """Yield the events. Raises Untrue for too many bytes that tell nothing."""
         rest = bytearray()
         async for data in self._content.iter_any():
-            self._untold += len(data)
-            if self._untold > self._most:
+            self._idle_bytes += len(data)
+            if self._idle_bytes > self._most:
                 raise Untrue(f"it sends {self._most:,} bytes that tell nothing")
             lines: Sequence[bytes] = data.split(b"\n")
             if len(lines) == 1:

@@ -119,12 +119,12 @@ class WorkerSeat:
     def attributes(self) -> dict[str, str | float]:
         """Return what explain and the state of caches show of the worker."""
         worker, facts = self.worker, self.facts
-        shown: dict[str, str | float] = {"worker": worker.url if worker is not None else "none"}
+        attributes: dict[str, str | float] = {"worker": worker.url if worker is not None else "none"}
         if facts is not None:
-            shown |= {"server": facts.called, "routed": self._by()}
+            attributes |= {"server": facts.called, "routed": self._by()}
             if self._untold:
-                shown["cached_tokens"] = f"as predicted: {self._untold}"
-        return shown
+                attributes["cached_tokens"] = f"as predicted: {self._untold}"
+        return attributes
 
     def parts(
         self, worker: Worker, facts: WorkerFacts, request: EngineRequest, *, priority: bool | None = None

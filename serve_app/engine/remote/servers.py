@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from serve_app.engine.remote import dialects
 from serve_app.engine.remote.answers import VocabularyId
 from serve_app.engine.remote.dialect import Dialect, WorkerFacts
-from serve_app.engine.remote.reading import LIES, PROBE_TIMEOUT, WorkerHttp, decoded, shown
+from serve_app.engine.remote.reading import LIES, PROBE_TIMEOUT, WorkerHttp, decoded, printable
 from serve_app.engine.remote.settings import RemoteSettings
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ async def facts_of(http: WorkerHttp, url: str) -> WorkerFacts:
         raise Unfit(f"{url} does not answer ({type(error).__name__})") from None
     first = next((one for one in served if one.parent is None), None)
     if first is None or first.owned_by not in DIALECTS:
-        raise Unfit(f"{none}: its model is owned by {shown(first.owned_by, 40) if first else 'nobody'!r}")
+        raise Unfit(f"{none}: its model is owned by {printable(first.owned_by, 40) if first else 'nobody'!r}")
     dialect = DIALECTS[first.owned_by]
     info = nothing = _Info()
     for path in dialect.describes_at:
@@ -72,7 +72,7 @@ async def facts_of(http: WorkerHttp, url: str) -> WorkerFacts:
     fields = partial(_fields, dialect.body_schema)
     return WorkerFacts(
         dialect,
-        shown(str(info.version or ""), 40),
+        printable(str(info.version or ""), 40),
         first.id,
         first.root or str(info.model_path or ""),
         frozenset(one.id for one in served),
@@ -97,7 +97,7 @@ def check_name(url: str, facts: WorkerFacts, model_name: str, model: str) -> Non
     """Raise Unfit for a server of another model than ``model``, a path or hub id, which is called ``model_name``."""
     names = {model_name, model}
     if not ({facts.model, facts.root} & names or Path(facts.root).name in {Path(name).name for name in names}):
-        named = shown(facts.model if facts.root in ("", facts.model) else f"{facts.model} ({facts.root})")
+        named = printable(facts.model if facts.root in ("", facts.model) else f"{facts.model} ({facts.root})")
         raise Unfit(f"{url} serves {named}, not {model_name}: set model, or served_model_name")
 
 

@@ -167,12 +167,12 @@ class ModelRunner:
         """Compute one step and sample; a segment with logits that are not numbers fails alone."""
         step = plan_step(self.pool, segments, in_place=self.reads_in_place)
         self._lora.apply([segments[i] for i in step.order])
-        told = any(segment.targets is not None for segment in segments)
-        with self._hidden.kept() if told else nullcontext():
+        targeted = any(segment.targets is not None for segment in segments)
+        with self._hidden.kept() if targeted else nullcontext():
             logits = self.forward(step)
-        if wanted := [segments[i] for i in step.order if segments[i].sampling is not None]:
-            _choose(logits, wanted)
-        if told:
+        if sampled := [segments[i] for i in step.order if segments[i].sampling is not None]:
+            _choose(logits, sampled)
+        if targeted:
             del logits
             for i, logprobs in tell_prompts(self._hidden, segments, step.order, self._rows_at_once).items():
                 if logprobs is None:
@@ -184,9 +184,9 @@ class ModelRunner:
 def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Sample each segment's token from its row of ``logits`` [n, vocab], which its rules change in place."""
     params = [segment.sampling for segment in segments if segment.sampling is not None]
-    wanted = [row for row, sampling in enumerate(params) if sampling.logprobs is not None]
+    rows = [row for row, sampling in enumerate(params) if sampling.logprobs is not None]
     ruled = [(row, params[row], segment.history) for row, segment in enumerate(segments) if segment.history is not None]
-    raw = torch.log_softmax(logits[wanted], dim=-1) if wanted else None
+    raw = torch.log_softmax(logits[rows], dim=-1) if rows else None
     failed = apply_rules(logits, ruled) if ruled else {}
     tokens = choose_tokens(logits, params, [segment.end for segment in segments])
     for row, (segment, token) in enumerate(zip(segments, tokens, strict=True)):
@@ -198,10 +198,10 @@ def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> None:
             segment.token = token
     if raw is not None:
         chosen, tops = (
-            [tokens[row] for row in wanted],
-            [params[row].logprob_token_ids or params[row].logprobs or 0 for row in wanted],
+            [tokens[row] for row in rows],
+            [params[row].logprob_token_ids or params[row].logprobs or 0 for row in rows],
         )
-        for row, logprob in zip(wanted, token_logprobs(raw, chosen, tops), strict=True):
+        for row, logprob in zip(rows, token_logprobs(raw, chosen, tops), strict=True):
             segments[row].logprob = logprob
 
 

@@ -75,15 +75,15 @@ def tell_prompts(
         rows += range(first, first + counts[i])
         targets += segment.targets.tolist()
         tops += [segment.tops] * counts[i]
-    told: list[TokenLogprob] = []
+    entries: list[TokenLogprob] = []
     for logits in hidden.logits(rows, parts_of):
-        part = slice(len(told), len(told) + len(logits))
+        part = slice(len(entries), len(entries) + len(logits))
         logprobs = torch.log_softmax(logits, dim=-1)
-        told += filter(None, token_logprobs(logprobs, targets[part], tops[part], ranked=True))
+        entries += filter(None, token_logprobs(logprobs, targets[part], tops[part], ranked=True))
     results: dict[int, tuple[TokenLogprob, ...] | None] = {}
     at = 0
     for i, count in counts.items():
-        own = tuple(told[at : at + count])
+        own = tuple(entries[at : at + count])
         results[i] = None if any(math.isnan(one.logprob) for one in own) else own
         at += count
     return results

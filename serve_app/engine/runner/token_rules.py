@@ -226,6 +226,6 @@ def token_logprobs(
             others = [other for other in top if other != token]
             pairs[row] = [(token, own[row]), *zip(others, logprobs[row, others].tolist(), strict=True)]
     return [
-        None if token is None else TokenLogprob(value, tuple(told[:top] if isinstance(top, int) else told), rank)
-        for token, value, told, top, rank in zip(tokens, own, pairs, tops, ranks, strict=True)
+        None if token is None else TokenLogprob(value, tuple(listed[:top] if isinstance(top, int) else listed), rank)
+        for token, value, listed, top, rank in zip(tokens, own, pairs, tops, ranks, strict=True)
     ]

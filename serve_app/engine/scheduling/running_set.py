@@ -159,11 +159,11 @@ class RunningSet:
 
     def _grow(self, sequence: SequenceState) -> bool:
         """Allocate one or a few blocks; return False, changing nothing, if none is reserved or free."""
-        wanted = ceil_div(sequence.most_tokens, self._cache.block_size) - len(sequence.blocks)
+        needed = ceil_div(sequence.most_tokens, self._cache.block_size) - len(sequence.blocks)
         room = sequence.reserved_blocks or self._growth_room(sequence.request.tenant)
         if room <= 0:
             return False
-        self._take(sequence, min(GROWTH_BLOCKS, wanted, room))
+        self._take(sequence, min(GROWTH_BLOCKS, needed, room))
         return True
 
     def _take(self, sequence: SequenceState, blocks: int) -> None:

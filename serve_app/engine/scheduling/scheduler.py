@@ -158,7 +158,7 @@ class Scheduler:
 
     def missing_block(self, sequence: SequenceState) -> bytes:
         """Return the hash of the first block that a waiting sequence lacks, by its hint; b"" if it lacks no block."""
-        first = sequence.held_blocks_hint
+        first = sequence.cached_blocks_hint
         lacks = first < sequence.reusable_blocks(self._cache)
         return hash_at(sequence.chain, first) if lacks else b""
 
@@ -322,7 +322,7 @@ class Scheduler:
             waiting = next((one for one in self.ready() if not yields(one)), None)
         preempted: list[SequenceState] = []
         while waiting is not None and able:
-            needed = blocks_to_reserve(waiting, self._cache.block_size) - waiting.held_blocks_hint
+            needed = blocks_to_reserve(waiting, self._cache.block_size) - waiting.cached_blocks_hint
             fits = self._running.verdict(waiting.request.tenant, needed, 0) == "granted"
             if fits and len(self.running) < self._settings.max_num_seqs:
                 break
@@ -412,13 +412,13 @@ class Scheduler:
     def _refresh_hint(self, sequence: SequenceState) -> None:
         """Update the estimate of cached leading blocks; two look-ups if nothing changed."""
         limit = sequence.reusable_blocks(self._cache)
-        hint, chain = sequence.held_blocks_hint, sequence.chain
+        hint, chain = sequence.cached_blocks_hint, sequence.chain
         # ``hash_at`` inlined: every step checks every waiting sequence.
         if hint and not self._cache.index.held(chain[HASH_BYTES * (hint - 1) : HASH_BYTES * hint]):
             hint = self._cache.index.count_held(chain, hint)
         elif hint < limit and self._cache.index.held(chain[HASH_BYTES * hint : HASH_BYTES * (hint + 1)]):
             hint = self._cache.index.count_held(chain, limit)
-        sequence.held_blocks_hint = hint
+        sequence.cached_blocks_hint = hint
 
     def _admit(self, sequence: SequenceState) -> AdmissionVerdict:
         """Admit a waiting sequence, park it behind another's block or a load, or return the missing resource."""
@@ -444,6 +444,6 @@ class Scheduler:
             # The waiting sequences will soon use these blocks: evict them after all others.
             self._touched = True
             for other in sorted(self._waiting.values(), key=self.rank, reverse=True):
-                cache.touch(other.chain, other.held_blocks_hint)
+                cache.touch(other.chain, other.cached_blocks_hint)
         self._running.start(sequence, matched, needed)
         return verdict

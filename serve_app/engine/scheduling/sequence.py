@@ -37,12 +37,12 @@ class SequenceState:
     computed            tokens    Scheduler        leading positions that have KV
     farthest            tokens    preempt          most positions that had KV at once before a preemption
     cached_tokens       tokens    RunningSet       prompt tokens found in the cache at the first start
-    told_tokens         tokens    OutputProcessor  prompt tokens after the first with reported log-probabilities
+    reported_logprobs         tokens    OutputProcessor  prompt tokens after the first with reported log-probabilities
     blocks              blocks    RunningSet       block ids, one per block_size positions; empty while waiting
     published           blocks    publish          leading blocks that are indexed, so that others can hit them
     resolved            blocks    PendingBlocks    leading prompt blocks with no waiting sequences left
     reserved_blocks     blocks    RunningSet       reserved at the start and not allocated yet
-    held_blocks_hint    blocks    Scheduler        while waiting: estimated leading blocks, cached or in transit
+    cached_blocks_hint    blocks    Scheduler        while waiting: estimated leading blocks, cached or in transit
     number, turn_s      -, s      Scheduler        place in the order of turns: of its arrival, or of a later one
     beyond_reservation  -         RunningSet       whether it holds more blocks than were reserved for it
     =================== ========= ================ ==========================================================
@@ -63,10 +63,10 @@ class SequenceState:
     published: int = 0
     resolved: int = 0
     cached_tokens: int = 0
-    told_tokens: int = 0
+    reported_logprobs: int = 0
     reserved_blocks: int = 0
     beyond_reservation: bool = False
-    held_blocks_hint: int = 0
+    cached_blocks_hint: int = 0
     decode_turn: int = 0
     scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -118,7 +118,7 @@ class SequenceState:
     @property
     def reads_kv(self) -> bool:
         """Whether it may start with cached blocks."""
-        return self.request.reads_kv or self.told_tokens == self.prompt_tokens - 1
+        return self.request.reads_kv or self.reported_logprobs == self.prompt_tokens - 1
 
     def reusable_blocks(self, cache: PrefixCache) -> int:
         """Return how many leading blocks of its prefill it could take from a cache that holds them all."""
@@ -142,7 +142,7 @@ class SequenceState:
 
     def uncached_tokens(self, block_size: int) -> int:
         """Return the prefill tokens still to compute; while waiting, by the hint of blocks cached or in transit."""
-        done = self.computed if self.blocks else self.held_blocks_hint * block_size
+        done = self.computed if self.blocks else self.cached_blocks_hint * block_size
         if self.awaits_remote_kv and self.request.remote_kv is not None:
             done = max(done, self.request.remote_kv.tokens)
         return max(self.prefill_tokens - done, 0)
@@ -155,9 +155,9 @@ class SequenceState:
     def segment(self, tokens: int) -> Segment:
         """Return the next ``tokens`` positions as a step's segment; the prompt's last one samples a token."""
         end = self.computed + tokens
-        wanted = end == self.length and self.request.sampling.max_tokens > 0
+        samples = end == self.length and self.request.sampling.max_tokens > 0
         ruled = self.request.sampling.rules is not None or self.request.matcher is not None
-        first_target, targets = max(self.computed, self.told_tokens) + 1, None
+        first_target, targets = max(self.computed, self.reported_logprobs) + 1, None
         if self.request.sampling.prompt_logprobs is not None and first_target < self.prompt_tokens:
             targets = self._tokens[first_target : min(end + 1, self.prompt_tokens)]
         return Segment(
@@ -165,9 +165,9 @@ class SequenceState:
             start=self.computed,
             blocks=self.blocks,
             runs=self._current_runs(),
-            sampling=self.request.sampling if wanted else None,
+            sampling=self.request.sampling if samples else None,
             lora=self.request.scope.lora,
-            history=self._history() if wanted and ruled else None,
+            history=self._history() if samples and ruled else None,
             targets=targets,
             first_target=first_target,
             tops=self.request.sampling.prompt_logprobs or 0,
@@ -202,7 +202,7 @@ class SequenceState:
         self.prefill_tokens = self.length
         if cache.enabled:
             self._extend_chain(cache, self.length // cache.block_size)
-        self.held_blocks_hint = self.published if self.reads_kv else 0
+        self.cached_blocks_hint = self.published if self.reads_kv else 0
         self.release(cache)
         self.computed = self.published = self.resolved = 0
         self.beyond_reservation = False
@@ -226,8 +226,13 @@ class SequenceState:
 
     def _history(self) -> History:
         """Return the client's prompt and the answer, which includes tokens that another replica generated."""
-        asked = self.prompt_tokens - self.request.resumed_tokens
-        return History(self._tokens[:asked], self._tokens[asked : self.length], self.request.matcher, kept=self._kept)
+        client_tokens = self.prompt_tokens - self.request.resumed_tokens
+        return History(
+            self._tokens[:client_tokens],
+            self._tokens[client_tokens : self.length],
+            self.request.matcher,
+            kept=self._kept,
+        )
 
     def _current_runs(self) -> list[BlockRun]:
         if self._runs_cover == 0:
@@ -289,13 +294,13 @@ def check_request(
         raise ValueError("public_blocks must not exceed the full blocks of the prompt")
     if request.block_hashes and len(request.block_hashes) != len(ids) // block_size * HASH_BYTES:
         raise ValueError("block_hashes must hold one hash for each full block of the prompt")
-    wanted = len(ids) + sampling.max_tokens
-    if wanted > max_model_len:
+    needed = len(ids) + sampling.max_tokens
+    if needed > max_model_len:
         raise RequestTooLong(
             f"{len(ids)} prompt tokens and max_tokens {sampling.max_tokens} exceed the limit of {max_model_len} tokens"
         )
-    if ceil_div(wanted, block_size) > max_blocks:
-        raise RequestTooLong(f"{wanted} tokens exceed the KV pool of {max_blocks * block_size} tokens")
+    if ceil_div(needed, block_size) > max_blocks:
+        raise RequestTooLong(f"{needed} tokens exceed the KV pool of {max_blocks * block_size} tokens")
 
 
 def possible(request: EngineRequest, off: Collection[Capability]) -> EngineRequest:

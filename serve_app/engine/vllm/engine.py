@@ -75,7 +75,7 @@ class VllmEngine(OutsideEngine):
         self.settings = settings = self._frontend.settings
         self._loop = self._frontend.loop
         self._pool = FollowedPool(settings.block_size, facts.num_blocks)
-        self._told = settings.enable_prefix_caching and "predictions" not in off
+        self._predicts = settings.enable_prefix_caching and "predictions" not in off
         group = settings.data_parallel
         sockets = self._endpoints.of_rank(0 if group is None else group.rank)
         self._events = EventSubscriber(*sockets, self._pool, event_sink)
@@ -98,7 +98,7 @@ class VllmEngine(OutsideEngine):
         """Begin to listen to vLLM's events, if it sends any; vLLM itself runs since construction."""
         if self.settings.tenant_shares:
             self._jobs.step(self.settings.tenant_shares)
-        if self._told:
+        if self._predicts:
             self._events.start()
 
     def stop(self) -> None:
@@ -144,9 +144,9 @@ class VllmEngine(OutsideEngine):
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
-        pins, held_blocks = self._saves.pins, self._pool.held_blocks
+        pins, cached_blocks = self._saves.pins, self._pool.held_blocks
         with self._lock:
-            gauges = tuple(self._load.gauges(self.facts.num_blocks, held_blocks, pins.blocks, _LABELS))
+            gauges = tuple(self._load.gauges(self.facts.num_blocks, cached_blocks, pins.blocks, _LABELS))
         return StatsReport(
             samples=(
                 *self._meters.samples(_LABELS),
@@ -168,10 +168,10 @@ class VllmEngine(OutsideEngine):
         if not self.settings.kv_offloading_size:
             return []
         labels = (*_LABELS, ("tier", HOST_TIER))
-        held = float(self._pool.host_blocks)
+        blocks = float(self._pool.host_blocks)
         return [
-            ("warmpath_kv_tier_blocks", labels, held),
-            ("warmpath_kv_tier_bytes", labels, held * self.kv_block_bytes),
+            ("warmpath_kv_tier_blocks", labels, blocks),
+            ("warmpath_kv_tier_bytes", labels, blocks * self.kv_block_bytes),
             ("warmpath_kv_tier_hits_total", labels, self._host_blocks_loaded()),
             *self._host_loads.samples("warmpath_kv_tier_load_seconds", labels),
         ]
@@ -182,7 +182,7 @@ class VllmEngine(OutsideEngine):
         self._events.cleared.clear()
         reset = partial(self._frontend.llm.reset_prefix_cache, reset_connector=bool(self.settings.kv_offloading_size))
         done = bool(self._frontend.call(reset()).result())
-        if done and self._told:
+        if done and self._predicts:
             self._jobs.step()  # vLLM reports the reset with this step's events; earlier reports precede the reset
             self._events.cleared.wait(_RESET_TOLD_S)
         return done
@@ -203,7 +203,7 @@ class VllmEngine(OutsideEngine):
         """Bytes of one block's KV."""
         return self.settings.block_bytes
 
-    def known_blocks(self, block_hashes: bytes, most: int) -> int:
+    def cached_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached, as of vLLM's last events (any thread)."""
         return self._pool.count_held(block_hashes, most)
 
@@ -257,9 +257,9 @@ class VllmEngine(OutsideEngine):
                 live.woken.clear()
             if request.remote_kv is not None:  # part of the KV to be copied may not have arrived
                 size, prompt_tokens = self.settings.block_size, len(request.token_ids)
-                known = self._pool.count_held(request.block_hashes, (prompt_tokens - 1) // size)
+                cached = self._pool.count_held(request.block_hashes, (prompt_tokens - 1) // size)
                 with self._lock:
-                    live.uncached_tokens = prompt_tokens - known * size
+                    live.uncached_tokens = prompt_tokens - cached * size
             self._saves.renew(request)
             async for part in parts:
                 if not live.begun:

@@ -75,12 +75,12 @@ def parsed_engine_args(arguments: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"engine_args: vLLM reports: {message}")
 
     parser = AsyncEngineArgs.add_cli_args(Parser())
-    known = {action.dest for action in parser._actions}
+    options = {action.dest for action in parser._actions}
     given = {name: value for name, value in arguments.items() if value is not None}
     words: list[str] = []
     for name, value in given.items():
-        if name not in known:
-            near = get_close_matches(name, known - REFUSED.keys(), n=1)
+        if name not in options:
+            near = get_close_matches(name, options - REFUSED.keys(), n=1)
             hint = f"did you mean {near[0]}?" if near else "`vllm serve --help=all` lists them"
             raise ValueError(f"engine_args.{name}: vLLM has no such argument; {hint}")
         flag = name.replace("_", "-")
@@ -90,17 +90,17 @@ def parsed_engine_args(arguments: Mapping[str, Any]) -> dict[str, Any]:
             words += [f"--{flag}", *map(_word, value)]
         else:
             words.append(f"--{flag}={_word(value)}")
-    found = parser.parse_args(words)
-    return {name: getattr(found, name) for name in given}
+    parsed = parser.parse_args(words)
+    return {name: getattr(parsed, name) for name in given}
 
 
 def check_drafts(drafting: Mapping[str, Any]) -> None:
     """Raise ValueError for a name that is no field of vLLM's ``speculative_config``. Imports vllm."""
     from vllm.config.speculative import SpeculativeConfig
 
-    known = SpeculativeConfig.__dataclass_fields__.keys()
-    for name in drafting.keys() - known:
-        near = get_close_matches(name, known, n=1)
+    fields = SpeculativeConfig.__dataclass_fields__.keys()
+    for name in drafting.keys() - fields:
+        near = get_close_matches(name, fields, n=1)
         raise ValueError(
             f"speculative_config.{name}: vLLM has no such field{f'; did you mean {near[0]}?' * bool(near)}"
         )
@@ -112,5 +112,5 @@ def _word(value: Any) -> str:
 
 def fingerprint_with(model: str, arguments: Mapping[str, Any]) -> str:
     """Return a model's fingerprint that includes its arguments: any of them may change its KV."""
-    told = sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()
-    return f"{model}/{told[:32]}" if arguments else model
+    digest = sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()
+    return f"{model}/{digest[:32]}" if arguments else model

@@ -127,7 +127,7 @@ class VllmFrontend:
 
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
         prompt = tokens_input(token_ids, cache_salt=salt)
-        self._clock.asked(time.monotonic())
+        self._clock.arrived(time.monotonic())
         async for output in self.llm.generate(prompt, params, request_id, lora_request=lora, priority=priority):
             yield _generated(output, params, token_ids)
 
@@ -171,10 +171,10 @@ class VllmFrontend:
         if settings.data_parallel is not None and not AsyncEngineArgs(**given | arguments).create_model_config().is_moe:
             self.settings = settings = replace(settings, data_parallel=None)
             arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu(), off=self.off)
-        wanted = AsyncEngineArgs(**given | arguments).create_engine_config()
+        vllm_config = AsyncEngineArgs(**given | arguments).create_engine_config()
         if settings.num_blocks is not None:  # vLLM then lowers the length to what fits, in all groups of layers
-            wanted.model_config.original_max_model_len = -1
-        self.llm = AsyncLLM.from_vllm_config(wanted, stat_loggers=[self._logger], disable_log_stats=True)
+            vllm_config.model_config.original_max_model_len = -1
+        self.llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._logger], disable_log_stats=True)
         kinds = (await self.llm.collective_rpc("begin_sampling", args=(settings.exact,)))[0]
         config = self.llm.vllm_config
         size = config.cache_config.block_size
@@ -206,26 +206,26 @@ def _generated(output: Any, params: Any, prompt: list[int]) -> Generated:
 
 
 def _prompt_logprobs(
-    most: int | None, prompt: list[int], told: Sequence[Mapping[int, Any] | None]
+    most: int | None, prompt: list[int], logprobs: Sequence[Mapping[int, Any] | None]
 ) -> tuple[TokenLogprob, ...]:
     """Return the log-probabilities of a prompt's tokens; vLLM has none for the first."""
     if most is None:
         return ()
-    pairs = ((token, by_id) for token, by_id in zip(prompt, told, strict=False) if by_id is not None)
+    pairs = ((token, by_id) for token, by_id in zip(prompt, logprobs, strict=False) if by_id is not None)
     return tuple(_logprob(most, token, by_id)._replace(rank=by_id[token].rank) for token, by_id in pairs)
 
 
 def _logprob(most: int | None, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
     """Return a token's log-probability, and the likeliest tokens by rank, from 1 on; ``most`` None: all, in order."""
     if most is None:
-        return TokenLogprob(by_id[token].logprob, tuple((other, told.logprob) for other, told in by_id.items()))
-    best = sorted((told.rank, other, told.logprob) for other, told in by_id.items() if told.rank <= most)
+        return TokenLogprob(by_id[token].logprob, tuple((other, each.logprob) for other, each in by_id.items()))
+    best = sorted((each.rank, other, each.logprob) for other, each in by_id.items() if each.rank <= most)
     return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 
 
-def _loads(told: Mapping[str, Any] | None) -> tuple[float, float]:
+def _loads(stats: Mapping[str, Any] | None) -> tuple[float, float]:
     """Return the bytes and seconds of loads in the statistics of vLLM's connectors."""
-    own = (told or {}).get("OffloadingConnector", told or {})
+    own = (stats or {}).get("OffloadingConnector", stats or {})
     totals = [own.get("data", {}).get(f"vllm:kv_offload_load_{name}", {}) for name in ("bytes", "time")]
     return float(sum(totals[0].values())), float(sum(totals[1].values()))
 

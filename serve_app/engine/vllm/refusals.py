@@ -32,11 +32,11 @@ EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_expe
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Refused settings, the reason ``because``, and the test ``wanted`` for a refused value (default: any change)."""
+    """Refused settings, the reason ``because``, and the test ``applies`` for a refused value (default: any change)."""
 
     settings: tuple[str, ...]
     because: str
-    wanted: Callable[[AppConfig], bool] | None = None
+    applies: Callable[[AppConfig], bool] | None = None
     instead: str = "leave it out"
 
 
@@ -64,19 +64,19 @@ TABLE = (
 
 def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
     """Return a sentence for each setting that vLLM cannot follow."""
-    found = [
+    refused = [
         f"{name}: with engine=vllm {refusal.because}; {refusal.instead}"
         for refusal in TABLE
         for name in refusal.settings
-        if (_changed(config, name) if refusal.wanted is None else refusal.wanted(config))
+        if (_changed(config, name) if refusal.applies is None else refusal.applies(config))
     ]
     if on_cpu and config.block_size % VLLM_CPU_BLOCK_SIZE:
-        found.append(
+        refused.append(
             f"block_size: with engine=vllm on a CPU it must be a multiple of {VLLM_CPU_BLOCK_SIZE}; "
             f"set block_size: {VLLM_CPU_BLOCK_SIZE}"
         )
     if on_cpu and config.kv_offloading_size is not None:
-        found.append(
+        refused.append(
             "kv_offloading_size: vLLM's CPU build offloads no KV, and its pool is in host memory already; raise "
             "kv_cache_bytes instead"
         )
@@ -85,21 +85,21 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
         and config.pipeline_parallel_size > 1
         and (config.enforce_eager or config.lora_adapters or config.allow_runtime_lora)
     ):
-        found.append(
+        refused.append(
             "pipeline_parallel_size: vLLM's CPU build gives a stage its buffers while it warms up compiled code; leave "
             "enforce_eager and adapters out, or use tensor_parallel_size"
         )
     if on_cpu and config.tensor_parallel_size > 1 and config.engine_args.get("enable_expert_parallel"):
-        found.append(
+        refused.append(
             "engine_args.enable_expert_parallel: in vLLM's CPU build a rank that has only some experts crashes at its "
             "first token; leave it out"
         )
     if not on_cpu and config.dtype == "float32" and (config.lora_adapters or config.allow_runtime_lora):
-        found.append(
+        refused.append(
             "dtype: on a GPU vLLM's kernels for adapters compute in float16 or bfloat16; set dtype: bfloat16, or leave "
             "adapters out"
         )
-    return found + refused_engine_args(config.engine_args) + refused_drafts(config.drafting)
+    return refused + refused_engine_args(config.engine_args) + refused_drafts(config.drafting)
 
 
 def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool) -> list[str]:
@@ -115,27 +115,27 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
     windowed = kinds == {"sliding_attention"} or uniform
     if text.get("model_type") in STATES_ALONE:
         return ["the model has no attention, so no per-token KV to route by; use one with some attention layers"]
-    found = []
+    refused = []
     if on_cpu and any("mamba" in name or "ssm" in name for name in states):
-        found.append(
+        refused.append(
             f"on a CPU vLLM computes no Mamba layers ({states[0]}) with cached states; use a GPU, or a model with "
             "short convolutions beside its attention"
         )
     if on_cpu and text.get("model_type") == "gpt_oss" and config.num_threads != 1:
-        found.append("with several threads vLLM's CPU build computes attention sinks wrongly: set num_threads: 1")
+        refused.append("with several threads vLLM's CPU build computes attention sinks wrongly: set num_threads: 1")
     if on_cpu and config.data_parallel_size > 1 and any(text.get(name) for name in EXPERTS):
-        found.append(
+        refused.append(
             "data_parallel_size: in vLLM's CPU build ranks cannot exchange the tokens of their experts; use replicas"
         )
     moves = _moves(config) if states or windowed else []
     moves += ["pin_budget"] if states and config.pin_budget else []
     if moves:
         feature = states[0] if states else f"a window of {text.get('sliding_window')} in every layer"
-        found.append(
+        refused.append(
             f"{', '.join(moves)}: a model with {feature} has no complete KV of a prefix, so it is "
             f"{'neither copied nor kept' if states else 'not copied'}; leave it out"
         )
-    return found + refused_ranks(config, fields)
+    return refused + refused_ranks(config, fields)
 
 
 def costs_of_model(fields: Mapping[str, Any], config: AppConfig) -> list[str]:

@@ -65,8 +65,8 @@ class VllmSaves:
         """Restart the time of the pins that a request reads, and release those unread for their time."""
         if self.pins.next_expiry_s is not None:
             now_s, chain = self._clock(), request.block_hashes
-            held = self._pool.count_held(chain, len(chain) // HASH_BYTES)
-            self.pins.read([block_number(hash_at(chain, i)) for i in range(held)], now_s)
+            cached = self._pool.count_held(chain, len(chain) // HASH_BYTES)
+            self.pins.read([block_number(hash_at(chain, i)) for i in range(cached)], now_s)
             for key in self.pins.expired(now_s):
                 self._spawn(self._unpin(key))
 
@@ -76,9 +76,9 @@ class VllmSaves:
         if request.saves and not self.pins.budget_blocks:
             results.append(SaveResult("off"))
         else:
-            for wanted in self._keeper.wanted(request, request.block_hashes, len(request.token_ids) // self._size):
+            for pin in self._keeper.requested(request, request.block_hashes, len(request.token_ids) // self._size):
                 # Runs to the end even if this request is cancelled: others may wait for it.
-                results.append(await asyncio.shield(self._spawn(self._keep(wanted, request))))
+                results.append(await asyncio.shield(self._spawn(self._keep(pin, request))))
                 if results[-1].refused:
                     break
         return self._keeper.answer(request, results)
@@ -105,14 +105,14 @@ class VllmSaves:
         for key in self.pins.of_others(weights) if weights else ():
             await self._unpin(key)
 
-    async def _keep(self, wanted: WantedPin, request: EngineRequest) -> SaveResult:
-        chain = request.block_hashes[: wanted.blocks * HASH_BYTES]
+    async def _keep(self, pin: WantedPin, request: EngineRequest) -> SaveResult:
+        chain = request.block_hashes[: pin.blocks * HASH_BYTES]
         numbers = list(map(block_number, split_chain(chain)))
-        async with self._lock(wanted.key):
-            result = self._keeper.without_pinning(wanted, request.tenant, numbers)
+        async with self._lock(pin.key):
+            result = self._keeper.without_pinning(pin, request.tenant, numbers)
             if result is None:
                 prefix = HashedTokens(request.scope, request.identity, chain, request.tenant)
-                outcome = await self._pin(wanted.key, prefix, request.root, wanted.ttl_s)
+                outcome = await self._pin(pin.key, prefix, request.root, pin.ttl_s)
                 result = self._keeper.pinned(outcome, request.tenant, numbers)
         return result
 

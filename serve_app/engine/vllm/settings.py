@@ -302,12 +302,12 @@ def capability_samples(off: Collection[Capability], labels: Labels) -> list[Samp
     return [(name, (*labels, ("capability", one)), float(one not in off)) for one in sorted(CHECKED)]
 
 
-def lora_rank(wanted: int) -> int:
-    """Return the least rank that vLLM supports and that holds ``wanted``. Raises ValueError over its largest."""
+def lora_rank(rank_needed: int) -> int:
+    """Return the least rank that vLLM supports and that holds ``rank_needed``. Raises ValueError over its largest."""
     for rank in LORA_RANKS:
-        if wanted <= rank:
+        if rank_needed <= rank:
             return rank
-    raise ValueError(f"max_lora_rank={wanted}: with engine=vllm it is at most {LORA_RANKS[-1]}")
+    raise ValueError(f"max_lora_rank={rank_needed}: with engine=vllm it is at most {LORA_RANKS[-1]}")
 
 
 def set_environment(environment: MutableMapping[str, str], num_threads: int) -> None:

@@ -39,7 +39,7 @@ class PeerAnswers:
     _exports: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(EXPORTS_AT_ONCE))
     _exporting: int = 0
 
-    async def export_kv(self, wanted: WantedPart) -> PulledPart:
+    async def export_kv(self, request: WantedPart) -> PulledPart:
         """Return the part of the prefix that is in the pool."""
         if self._exporting >= EXPORTS_AT_ONCE + EXPORTS_WAITING:
             self.pulls.exports["busy"] += 1
@@ -47,10 +47,12 @@ class PeerAnswers:
         self._exporting += 1
         try:
             async with self._exports:
-                token_ids = np.frombuffer(wanted.token_ids, dtype="<i4")
-                prefix = HashedTokens(wanted.scope, token_ids, wanted.block_hashes)
-                part = wanted.first, wanted.most_blocks
-                chain = await asyncio.to_thread(self.engine.transfer.export_prefix, prefix, *part, demote=wanted.demote)
+                token_ids = np.frombuffer(request.token_ids, dtype="<i4")
+                prefix = HashedTokens(request.scope, token_ids, request.block_hashes)
+                part = request.first, request.most_blocks
+                chain = await asyncio.to_thread(
+                    self.engine.transfer.export_prefix, prefix, *part, demote=request.demote
+                )
         finally:
             self._exporting -= 1
         self.pulls.exports["gone" if chain is None else "sent"] += 1
@@ -68,8 +70,8 @@ class PeerAnswers:
         """Return how much of these runs (packed hashes) is held here, and the free space, for a leaving replica."""
 
         def look() -> Survey:
-            known = tuple(self.engine.known_blocks(hashes, len(hashes) // HASH_BYTES) for hashes in runs)
-            return Survey(known, self.engine.transfer.cache_room())
+            cached = tuple(self.engine.cached_blocks(hashes, len(hashes) // HASH_BYTES) for hashes in runs)
+            return Survey(cached, self.engine.transfer.cache_room())
 
         return await asyncio.to_thread(look)
 
@@ -83,17 +85,17 @@ class PeerAnswers:
         async with self._takes:
             chain = await part[0]
             try:
-                held = await asyncio.to_thread(self.engine.transfer.import_part, chain, prefix, first)
+                cached = await asyncio.to_thread(self.engine.transfer.import_part, chain, prefix, first)
             except TransferError as error:
                 logger.warning("KV that a leaving replica handed over was refused: %s", error)
                 self.moves.refused_blocks += chain.header.blocks
                 return -1
-        taken = min(max(0, held - first), chain.header.blocks)
+        taken = min(max(0, cached - first), chain.header.blocks)
         if taken:
             self.moves.taken_blocks[kind] += taken
             self.moves.taken_bytes += taken * self.engine.kv_block_bytes
         self.moves.refused_blocks += chain.header.blocks - taken
-        return held
+        return cached
 
     async def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> bool:
         """Keep an explicit save of a leaving replica; return whether it is kept here now."""

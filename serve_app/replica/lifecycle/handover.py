@@ -138,7 +138,7 @@ class HandOver:
         self._receipt = receipt
         self._hot = HotPrefixes()
         self._receivers: list[_Receiver] = []
-        self._held_before = 0
+        self._cached_before = 0
         self._reasons: dict[int, Skipped] = {}
         self._given: set[bytes] = set()
         self._kept: set[bytes] = set()
@@ -150,13 +150,13 @@ class HandOver:
         try:
             async with asyncio.timeout(time_s):
                 self._hot = await asyncio.to_thread(self._engine.transfer.hot_prefixes)
-                self._receivers, self._held_before, self._reasons = [], 0, {}
+                self._receivers, self._cached_before, self._reasons = [], 0, {}
                 runs = [run.hashes for run in self._hot.runs]
-                found = await ask_all(peers, lambda peer: self._peers.survey(peer, runs), ANSWER_S, receipt.lost)
-                self._receivers = [_Receiver(peer, list(each.known), each.room) for peer, each in found.items()]
+                surveys = await ask_all(peers, lambda peer: self._peers.survey(peer, runs), ANSWER_S, receipt.lost)
+                self._receivers = [_Receiver(peer, list(each.known), each.room) for peer, each in surveys.items()]
                 receipt.peers = max(receipt.peers, len(self._receivers))
-                self._held_before = sum(
-                    max(0, self._held(number) - self._given_of(run)) for number, run in enumerate(self._hot.runs)
+                self._cached_before = sum(
+                    max(0, self._cached_of(number) - self._given_of(run)) for number, run in enumerate(self._hot.runs)
                 )
                 await self._move_all()
         except TimeoutError:
@@ -169,7 +169,7 @@ class HandOver:
         receipt.saves, receipt.saves_lost = len(self._kept), len(saves - self._kept)
         receipt.seconds += time.monotonic() - started_s
 
-    def _held(self, number: int) -> int:
+    def _cached_of(self, number: int) -> int:
         """Return how many leading blocks of a run any peer holds."""
         return max((receiver.known[number] for receiver in self._alive()), default=0)
 
@@ -180,9 +180,9 @@ class HandOver:
         """Count the blocks that peers held before, and those that none holds now; ``rest``: the default reason."""
         skipped: Counter[Skipped] = Counter()
         for number, run in enumerate(self._hot.runs):
-            held = self._held(number) if self._receivers else self._given_of(run)
-            skipped[self._reasons.get(number, rest)] += run.blocks - held
-        skipped["held_by_peer"] += self._held_before
+            cached = self._cached_of(number) if self._receivers else self._given_of(run)
+            skipped[self._reasons.get(number, rest)] += run.blocks - cached
+        skipped["held_by_peer"] += self._cached_before
         self._receipt.skipped = +skipped
 
     async def _move_all(self) -> None:
@@ -208,7 +208,7 @@ class HandOver:
     async def _move_run(self, path: list[int]) -> None:
         number = path[-1]
         run = self._hot.runs[number]
-        if self._held(number) == run.blocks:
+        if self._cached_of(number) == run.blocks:
             return
         reason: Skipped = "no_room" if self._alive() else "no_peers"
         while receiver := self._next_receiver(path, run.kind, whole=False):
@@ -296,26 +296,26 @@ class HandOver:
     ) -> int | Skipped:
         """Send a part of the prefix that ends with a run; return how many blocks arrived, or why some did not."""
         run = self._hot.runs[number]
-        wanted = replace(prefix, token_ids=prefix.token_ids[: (first + count) * self._size])
-        part = await asyncio.to_thread(self._engine.transfer.export_prefix, wanted, first, count)
+        beginning = replace(prefix, token_ids=prefix.token_ids[: (first + count) * self._size])
+        part = await asyncio.to_thread(self._engine.transfer.export_prefix, beginning, first, count)
         if part is None:
             return "gone"
         try:
             async with asyncio.timeout(ANSWER_S):
-                held = await self._peers.take(receiver.name, prefix, first, part, run.kind)
+                cached = await self._peers.take(receiver.name, prefix, first, part, run.kind)
         except (HolderLost, TimeoutError):
             self._lose(receiver)
             return "peer_lost"
-        if held < 0:
+        if cached < 0:
             receiver.fails = "refused"
             return "refused"
-        left = held
+        left = cached
         for i in self._hot.path(number):  # it may have evicted known blocks, or still be computing them
             receiver.known[i] = min(max(0, left), self._hot.runs[i].blocks)
             left -= self._hot.runs[i].blocks
-        if held < first:
+        if cached < first:
             return "parent_missing"
-        arrived = min(held - first, part.header.blocks)
+        arrived = min(cached - first, part.header.blocks)
         self._given.update(split_chain(part.header.hashes[: arrived * HASH_BYTES]))
         self._receipt.moved(run.kind, arrived, self._block_bytes)
         if arrived < part.header.blocks:

@@ -76,15 +76,15 @@ def plan(offers: Mapping[str, HotPrefixes], most_blocks: int) -> list[PrefixPart
         hot = offers[peer]
         run = hot.runs[number]
         hashes = list(split_chain(run.hashes))
-        known = sum(1 for block_hash in hashes if block_hash in brought)
-        count = min(run.blocks - known, room)
-        before = hashes[known - 1] if known else hot.runs[run.parent].tip if run.parent is not None else None
+        present = sum(1 for block_hash in hashes if block_hash in brought)
+        count = min(run.blocks - present, room)
+        before = hashes[present - 1] if present else hot.runs[run.parent].tip if run.parent is not None else None
         if count <= 0 or (before is not None and before not in brought):
             continue
-        first = sum(hot.runs[i].blocks for i in hot.path(number)[:-1]) + known
+        first = sum(hot.runs[i].blocks for i in hot.path(number)[:-1]) + present
         after = None if before is None else brought[before]
-        last_hash = hashes[known + count - 1]
-        for block_hash in hashes[known : known + count]:
+        last_hash = hashes[present + count - 1]
+        for block_hash in hashes[present : present + count]:
             brought[block_hash] = len(pieces)
         pieces.append(PrefixPart(hot, number, first, first + count, tuple(holders[last_hash]), after))
         room -= count
@@ -131,13 +131,13 @@ class Prewarm:
 
     async def _load_adapters(self, offers: Mapping[str, HotOffer]) -> None:
         """Load the adapters in peers' memory, each peer's last used first."""
-        wanted: dict[str, AdapterSpec] = {}
+        specs: dict[str, AdapterSpec] = {}
         for place in range(max((len(offer.adapters) for offer in offers.values()), default=0)):
             for offer in offers.values():
                 for spec in offer.adapters[place : place + 1]:
-                    wanted.setdefault(spec.key, spec)
+                    specs.setdefault(spec.key, spec)
         here = set(self._engine.adapters.loaded)
-        missing = [spec for key, spec in wanted.items() if key not in here]
+        missing = [spec for key, spec in specs.items() if key not in here]
         for spec in missing[: max(0, self._config.max_cpu_loras - len(here))]:
             refusal = await self._load_adapter(spec)
             if refusal:
@@ -179,14 +179,14 @@ class Prewarm:
                 count = min(step, piece.last - at)
                 async with asyncio.timeout(self._answer_s):
                     fetch = self._peers.fetch
-                    held = await copy_part(self._engine, fetch, holder, prefix, at, count, size, demote=False)
-                if not isinstance(held, tuple):
+                    copied = await copy_part(self._engine, fetch, holder, prefix, at, count, size, demote=False)
+                if not isinstance(copied, tuple):
                     reason = "gone"
                 else:
-                    moved = max(0, min(held[0], piece.last) - at)
+                    moved = max(0, min(copied[0], piece.last) - at)
                     self.receipt.moved(piece.kind, moved, self._block_bytes)
                     at += moved
-                    if moved < held[1]:
+                    if moved < copied[1]:
                         self._skip("no_room", piece.last - at)
                         break
             except (HolderLost, TimeoutError):

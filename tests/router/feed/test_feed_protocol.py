@@ -74,7 +74,7 @@ def test_held_messages_are_bounded_while_no_snapshot_arrives(monkeypatch: pytest
     line = Replica()
     for number in range(100):
         line.hears(line.does([("store", "pool", [number % NUMBERS]), "load"]))
-    assert len(line.resequencer._held) <= 10
+    assert len(line.resequencer._early) <= 10
     assert line.core.loads.queue_ahead("a") == LOAD.queued_prefill_tokens
     line.settle()
     assert line.known() == line.held
@@ -129,8 +129,8 @@ def test_a_message_is_held_once_however_often_it_comes(order: list[int]) -> None
     for number in order:
         line.hears([messages[number]])
         sizes[number] = len(messages[number]) + 1024
-        assert line.resequencer._held_bytes == sum(sizes.values())
-    assert len(told) == len(sizes) == len(line.resequencer._held)
+        assert line.resequencer._early_bytes == sum(sizes.values())
+    assert len(told) == len(sizes) == len(line.resequencer._early)
 
 
 def test_a_feed_that_loses_nothing_asks_once() -> None:

@@ -147,7 +147,7 @@ def test_the_prediction_for_a_turn_behind_a_thought_is_exact(tmp_path: Path) -> 
             messages.append({"role": "user", "content": f"Question {turn}: rain or snow?"})
             asked = ChatRequest(model="demo", messages=tuple(messages))
             (made,) = asyncio.run(preparer.prepare(asked, Tenant("default"), "id"))
-            predicted = 16 * engine.known_blocks(made.block_hashes, (len(made.token_ids) - 1) // 16)
+            predicted = 16 * engine.cached_blocks(made.block_hashes, (len(made.token_ids) - 1) // 16)
             answer = tokenizer.encode(f"<think>\n{words}\n</think>\n\nAnswer {turn}. {words}", made.root).token_ids
             first = run_all(engine, [engine_request(made, "asked", made.token_ids)]).cached["asked"]
             assert first == predicted

@@ -74,7 +74,7 @@ def test_a_clients_words_of_any_length_cost_no_memory(word: str) -> None:
     assert kept < chars
     for number in range(10_000):
         scopes.root("t", "", f"{number}")
-    assert scopes._known.cache_info().currsize <= 4096
+    assert scopes._roots.cache_info().currsize <= 4096
 
 
 def test_no_module_that_ray_loads_needs_torch_or_vllm() -> None:

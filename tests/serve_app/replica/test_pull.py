@@ -173,12 +173,12 @@ async def test_a_holder_first_evicts_pulled_blocks(
     run_all(first, [request("shared", shared, 1)])
     _, puller = pair(first, second, moves)
     assert first.transfer.export_prefix(HashedTokens(SCOPE, moves, chains[1])) is not None
-    assert [first.known_blocks(chain, 8) for chain in chains] == [6, 8, 0]
+    assert [first.cached_blocks(chain, 8) for chain in chains] == [6, 8, 0]
     got = await generate(second, puller, keyed(request("moves", moves, 1)))
     assert got.cached["moves"] == 128
     # Ten blocks are cached and four free: three of the seven wanted ones must be evicted.
     run_all(first, [request("new", new, 1)])
-    assert [first.known_blocks(chain, 8) for chain in chains] == [6, 5, 6]
+    assert [first.cached_blocks(chain, 8) for chain in chains] == [6, 5, 6]
     assert sample(first, "warmpath_kv_cache_blocks", state="used") == 0
 
 

@@ -149,7 +149,7 @@ async def test_a_closed_sessions_own_blocks_go_first_with_its_answer(make_engine
     bench.submit("new", other(9, 450))
     await bench.ended("new")
     chains = [hash_blocks(request("x", ids).root, ids, 16) for ids in (alone, shares, beside)]
-    held = [bench.engine.known_blocks(chain, 20) for chain in chains]
+    held = [bench.engine.cached_blocks(chain, 20) for chain in chains]
     assert held[0] >= 10 and held[1] >= 10 and held[2] == 20
     assert held[0] + held[1] < 30, "the oldest go first, but what is closed before them"
 

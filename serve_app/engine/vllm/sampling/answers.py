@@ -123,18 +123,18 @@ class AnswerGrammars(StructuredOutputBackend):  # type: ignore[misc]
         self._threads = ThreadPoolExecutor(1, "grammars")
         self.failed: dict[str, str] = {}
 
-    def begin(self, request: Any, asked: ExtraArgs) -> None:
+    def begin(self, request: Any, extra: ExtraArgs) -> None:
         """Let a new request wait for its grammar, or its rules."""
-        structured = StructuredOutputRequest(StructuredOutputsParams(grammar=asked.grammar or "rules"))
-        structured.grammar = self._threads.submit(self._grammar, request, asked, tenant_of(request))
+        structured = StructuredOutputRequest(StructuredOutputsParams(grammar=extra.grammar or "rules"))
+        structured.grammar = self._threads.submit(self._grammar, request, extra, tenant_of(request))
         request.structured_output_request = structured
         request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
-    def _grammar(self, request: Any, asked: ExtraArgs, tenant: str) -> AnswerGrammar:
+    def _grammar(self, request: Any, extra: ExtraArgs, tenant: str) -> AnswerGrammar:
         ids = np.array(request.prompt_token_ids, dtype=np.int32)
-        prompt, answer = np.split(ids, [len(ids) - asked.answer_tokens])
-        history = History(prompt, answer, self._matchers.matcher(asked.grammar, tenant) if asked.grammar else None)
-        params = SamplingParams(1, stop_token_ids=tuple(request.sampling_params.stop_token_ids), rules=asked.rules)
+        prompt, answer = np.split(ids, [len(ids) - extra.answer_tokens])
+        history = History(prompt, answer, self._matchers.matcher(extra.grammar, tenant) if extra.grammar else None)
+        params = SamplingParams(1, stop_token_ids=tuple(request.sampling_params.stop_token_ids), rules=extra.rules)
         fail = partial(self.failed.__setitem__, request.request_id)
         return AnswerGrammar(history, params, request.max_tokens, self.vocab_size, fail)
 

@@ -52,11 +52,11 @@ _EXTRA_ARG = "warmpath"
 
 
 def vllm_sampling(
-    request: EngineRequest, told: Mapping[str, Any], *, exact: bool, off: Collection[Capability] = ()
+    request: EngineRequest, more: Mapping[str, Any], *, exact: bool, off: Collection[Capability] = ()
 ) -> dict[str, Any]:
     """Return the fields of vLLM's ``SamplingParams``; at least one token, which is dropped if ``max_tokens`` is 0.
 
-    ``told``: more of ``extra_args``. ``exact``: each token is drawn by (seed, position), outside vLLM.
+    ``more``: further ones of ``extra_args``. ``exact``: each token is drawn by (seed, position), outside vLLM.
     ``off``: the capabilities that this vLLM does not allow.
     Raises ValueError for a matcher that cannot be sent to another process, and without grammars if one is needed.
     """
@@ -98,7 +98,7 @@ def vllm_sampling(
         "logprobs": None if sampling.logprob_token_ids else sampling.logprobs,
         "logprob_token_ids": list(sampling.logprob_token_ids) or None,
         "prompt_logprobs": sampling.prompt_logprobs,  # vLLM then reads no cached blocks
-        "extra_args": {**extra.packed(), **told},
+        "extra_args": {**extra.packed(), **more},
     }
 
 

@@ -181,10 +181,10 @@ class RowSampler(Sampler):  # type: ignore[misc]
         tokens = self.draw(logits, [(self.rows.get(i), 0) for i in range(len(logits))])
         return torch.tensor(tokens, device=logits.device), None
 
-    def draw(self, logits: torch.Tensor, asked: Sequence[tuple[BatchRow | None, int]]) -> list[int]:
-        """Return each row's token; ``asked``: (request, number of drafts before the token). Without numbers: 0."""
-        params = [_LIKELIEST if row is None else row.params for row, _ in asked]
-        tokens = choose_tokens(logits, params, [row.position + ahead if row else 0 for row, ahead in asked])
+    def draw(self, logits: torch.Tensor, places: Sequence[tuple[BatchRow | None, int]]) -> list[int]:
+        """Return each row's token; ``places``: (request, number of drafts before the token). Without numbers: 0."""
+        params = [_LIKELIEST if row is None else row.params for row, _ in places]
+        tokens = choose_tokens(logits, params, [row.position + ahead if row else 0 for row, ahead in places])
         return [token or 0 for token in tokens]
 
     def gather_specific_token_logprobs(
@@ -195,12 +195,12 @@ class RowSampler(Sampler):  # type: ignore[misc]
         Other rows have the likeliest tokens: vLLM's own method leaves them none. ``sampled`` [n], int64.
         """
         most = min(max([_MOST_LOGPROBS, *map(len, logprob_token_ids.values())]), logprobs.shape[-1])
-        told = self.gather_logprobs(logprobs, most, token_ids=sampled)
+        gathered = self.gather_logprobs(logprobs, most, token_ids=sampled)
         for at, listed in logprob_token_ids.items():
             ids = torch.tensor(listed, device=logprobs.device)
-            told.logprob_token_ids[at, 1 : len(ids) + 1] = ids
-            told.logprobs[at, 1 : len(ids) + 1] = logprobs[at, ids]
-        return told
+            gathered.logprob_token_ids[at, 1 : len(ids) + 1] = ids
+            gathered.logprobs[at, 1 : len(ids) + 1] = logprobs[at, ids]
+        return gathered
 
 
 _MOST_LOGPROBS = 20
@@ -221,7 +221,7 @@ class DraftSampler(RejectionSampler):  # type: ignore[misc]
         else:
             untold = replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=None)
             tokens = super().forward(metadata, draft_probs, logits, untold).sampled_token_ids
-        told = None
+        gathered = None
         if listed or sampling_metadata.max_num_logprobs is not None:
             width, counts = tokens.shape[1], metadata.num_draft_tokens
             starts = metadata.bonus_logits_indices - torch.tensor(counts, device=logits.device)
@@ -229,8 +229,8 @@ class DraftSampler(RejectionSampler):  # type: ignore[misc]
             by_place = {row * width + at: ids for row, ids in listed.items() for at in range(width)}
             sampled = tokens.clamp(min=0).long().flatten()
             logprobs = self.sampler.compute_logprobs(own)[places]
-            told = self.sampler.gather_specific_token_logprobs(logprobs, by_place, sampled)
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=told)
+            gathered = self.sampler.gather_specific_token_logprobs(logprobs, by_place, sampled)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=gathered)
 
     def _drawn(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
         """Return each request's drafts as long as they equal the drawn tokens, and one token more.
@@ -253,8 +253,8 @@ class DraftSampler(RejectionSampler):  # type: ignore[misc]
                 logits[at : at + count, ids] += addends
             at += count + 1
         logits[bonus] = after
-        asked = [(rows.get(i), ahead) for i, count in enumerate(counts) for ahead in range(count + 1)]
-        chosen = iter(self.sampler.draw(logits, asked))
+        places = [(rows.get(i), ahead) for i, count in enumerate(counts) for ahead in range(count + 1)]
+        chosen = iter(self.sampler.draw(logits, places))
         drafts, answers = iter(metadata.draft_token_ids.tolist()), []
         for count in counts:
             drawn, guessed = list(islice(chosen, count + 1)), list(islice(drafts, count))

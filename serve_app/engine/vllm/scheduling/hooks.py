@@ -126,16 +126,21 @@ def start(required: Collection[Capability]) -> dict[Capability, str]:
     if missing := [_sentence(name, off[name]) for name in off if name in required]:
         raise ValueError(f"required_capabilities: vLLM {vllm.__version__} has no {'; no '.join(missing)}")
     if off:
-        told = "; ".join(_sentence(name, why) for name, why in off.items())
-        _log.warning("with vLLM %s these capabilities are off: %s", vllm.__version__, told)
+        sentences = "; ".join(_sentence(name, why) for name, why in off.items())
+        _log.warning("with vLLM %s these capabilities are off: %s", vllm.__version__, sentences)
     return off
 
 
 def found() -> dict[str, Any]:
     """Return what `warmpath doctor` says of this vLLM: its ``version``, what is ``off``, and what is ``wrong``."""
     off = switched_off()
-    told = [_sentence(name, why) for name, why in off.items()]
-    return {"version": vllm.__version__, "off": told, "wrong": failure(isolation), "on": sorted(CHECKS.keys() - off)}
+    sentences = [_sentence(name, why) for name, why in off.items()]
+    return {
+        "version": vllm.__version__,
+        "off": sentences,
+        "wrong": failure(isolation),
+        "on": sorted(CHECKS.keys() - off),
+    }
 
 
 def _sentence(name: Capability, why: str) -> str:

@@ -32,15 +32,15 @@ class TenantPolicy(CachePolicy):  # type: ignore[misc]
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.shares: Accounts[EvictionQueue[bytes]] = Accounts({}, time.monotonic, CACHE_ACTIVE_S, EvictionQueue)
-        self._held: dict[bytes, _Held] = {}
+        self._entries: dict[bytes, _Held] = {}
         self._storers: dict[bytes, str] = {}
         self._ticks = count(1)
         HOST_SHARES.add(self.shares)
 
     def get(self, key: bytes) -> Any:
         """Return a held chunk, or None."""
-        held = self._held.get(key)
-        return None if held is None else held.chunk
+        entry = self._entries.get(key)
+        return None if entry is None else entry.chunk
 
     def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Note whose chunks these are; vLLM inserts them next."""
@@ -54,24 +54,24 @@ class TenantPolicy(CachePolicy):  # type: ignore[misc]
         """Add a chunk, which is being copied."""
         account = self.shares.touch(self._storers.pop(key, ""))
         account.held += 1
-        self._held[key] = _Held(chunk, account, next(self._ticks))
+        self._entries[key] = _Held(chunk, account, next(self._ticks))
         self.shares.rank(account)
 
     def remove(self, key: bytes) -> None:
         """Drop a chunk."""
-        held = self._held.pop(key)
-        held.account.held -= 1
-        held.account.queue.discard(key)
+        entry = self._entries.pop(key)
+        entry.account.held -= 1
+        entry.account.queue.discard(key)
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Note a use of a prompt's chunks, its beginning the latest."""
         for key in reversed(list(keys)):
-            if (held := self._held.get(key)) is not None:
-                held.used = next(self._ticks)
-                if held.account.tenant in (PUBLIC, _owner(key, req_context)):
-                    self.shares.touch(held.account.tenant)
-                if held.idle:
-                    self._queue(key, held)
+            if (entry := self._entries.get(key)) is not None:
+                entry.used = next(self._ticks)
+                if entry.account.tenant in (PUBLIC, _owner(key, req_context)):
+                    self.shares.touch(entry.account.tenant)
+                if entry.idle:
+                    self._queue(key, entry)
 
     def on_request_finished(
         self,
@@ -85,15 +85,15 @@ class TenantPolicy(CachePolicy):  # type: ignore[misc]
 
     def mark_evictable(self, key: bytes) -> None:
         """Note that a chunk is copied no more."""
-        held = self._held[key]
-        held.idle = True
-        self._queue(key, held)
+        entry = self._entries[key]
+        entry.idle = True
+        self._queue(key, entry)
 
     def mark_non_evictable(self, key: bytes) -> None:
         """Note that a chunk is being copied."""
-        held = self._held[key]
-        held.idle = False
-        held.account.queue.discard(key)
+        entry = self._entries[key]
+        entry.idle = False
+        entry.account.queue.discard(key)
 
     def evict(self, n: int, protected: Collection[bytes]) -> list[tuple[bytes, Any]] | None:
         """Remove and return ``n`` chunks, or None if there are not so many."""
@@ -108,20 +108,20 @@ class TenantPolicy(CachePolicy):  # type: ignore[misc]
                 taken.append(key)
         if len(taken) < n:
             for key in taken:
-                self._held[key].account.held += 1
+                self._entries[key].account.held += 1
             spared += taken
         for key in spared:
-            self._queue(key, self._held[key])
-        return [(key, self._held.pop(key).chunk) for key in taken] if len(taken) == n else None
+            self._queue(key, self._entries[key])
+        return [(key, self._entries.pop(key).chunk) for key in taken] if len(taken) == n else None
 
     def clear(self) -> None:
         """Drop all chunks."""
-        for key in list(self._held):
+        for key in list(self._entries):
             self.remove(key)
 
-    def _queue(self, key: bytes, held: _Held) -> None:
-        held.account.queue.put(key, held.used, Standing.ORDINARY)
-        self.shares.rank(held.account)
+    def _queue(self, key: bytes, entry: _Held) -> None:
+        entry.account.queue.put(key, entry.used, Standing.ORDINARY)
+        self.shares.rank(entry.account)
 
 
 def _owner(key: bytes, req_context: Any) -> str:

@@ -27,7 +27,7 @@ class StepClock:
     def __init__(self) -> None:
         self._idle, self._from_s = True, 0.0
 
-    def asked(self, now_s: float) -> None:
+    def arrived(self, now_s: float) -> None:
         """Note a request."""
         if self._idle:
             self._idle, self._from_s = False, now_s

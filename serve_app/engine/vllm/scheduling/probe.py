@@ -109,8 +109,8 @@ class SchedulerProbe:
     ) -> Any:  # fmt: skip
         """Queue a request, of which the first ``public`` blocks are public; return vLLM's object."""
         root = root_of(tenant, public)
-        told = tenant_args(tenant, order) | scope_args(root, public * SIZE, store_kv=store_kv)
-        params = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=told | extra.packed())
+        extra_args = tenant_args(tenant, order) | scope_args(root, public * SIZE, store_kv=store_kv)
+        params = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=extra_args | extra.packed())
         name = f"r{next(self._names)}"
         request = Request(name, ids, params, None, cache_salt=salt_of(root), block_hasher=self._hasher)
         self.scheduler.add_request(request)
@@ -121,8 +121,8 @@ class SchedulerProbe:
         plan = self.scheduler.schedule()
         self.mask = self.scheduler.get_grammar_bitmask(plan)
         planned: dict[str, int] = plan.num_scheduled_tokens
-        asked = [self.scheduler.requests[name] for name in planned]
-        tokens = [[1] if one.num_computed_tokens >= one.num_tokens else [] for one in asked]
+        requests = [self.scheduler.requests[name] for name in planned]
+        tokens = [[1] if one.num_computed_tokens >= one.num_tokens else [] for one in requests]
         places = {name: at for at, name in enumerate(planned)}
         copied = None if self.scheduler.connector is None else self._copied(plan.kv_connector_metadata)
         computed = ModelRunnerOutput([*planned], places, tokens, kv_connector_output=copied)
@@ -206,8 +206,8 @@ def turns() -> None:
     waits = [probe.ask("a", prompt(9 + number, 2), order=YIELDING_ORDER) for number in range(8)]
     for _ in range(8):
         probe.step()
-    asked = probe.ask("a", prompt(17, 1))
-    expect(asked.request_id in probe.step(), "work that waits keeps its place")
+    request = probe.ask("a", prompt(17, 1))
+    expect(request.request_id in probe.step(), "work that waits keeps its place")
     expect(sum(one.num_preemptions for one in waits) == 1, "more work than needed gives way")
 
 
@@ -225,9 +225,9 @@ def public_prompts() -> None:
     probe = SchedulerProbe("public_prompts")
     ids = prompt(0, 4)
     expect([probe.run(tenant, ids, 2) for tenant in "aba"] == [0, 2, 4], "tenants share other blocks than public ones")
-    known = [probe.known(tenant, ids, 2) for tenant in "ab"]
+    cached = [probe.known(tenant, ids, 2) for tenant in "ab"]
     probe.run("a", ids)
-    expect(known == [4, 4] or not probe.known("a", ids), "it reports public blocks otherwise")
+    expect(cached == [4, 4] or not probe.known("a", ids), "it reports public blocks otherwise")
 
 
 def store_kv() -> None:
@@ -247,10 +247,10 @@ def predictions() -> None:
             expect(probe.known("a", ids) == probe.run("a", ids), "its events tell of other blocks than it has")
     running = probe.ask("b", prompt(8, 1))
     probe.step()
-    known, waiting = probe.known("a", prompt(3, 12)), probe.ask("a", prompt(3, 12))
+    cached, waiting = probe.known("a", prompt(3, 12)), probe.ask("a", prompt(3, 12))
     probe.end(running, waiting)
     probe.run("a", prompt(4, 12))
-    expect(probe.known("a", prompt(3, 12)) == known == 12, "blocks that a waiting request reads are evicted first")
+    expect(probe.known("a", prompt(3, 12)) == cached == 12, "blocks that a waiting request reads are evicted first")
 
 
 def host_memory() -> None:
@@ -295,43 +295,45 @@ def moved() -> None:
     """Check that a step tells which blocks a new request has, and from where on it computes."""
     probe = SchedulerProbe()
     probe.run("a", prompt(0, 4))
-    asked = probe.ask("a", prompt(0, 4))
+    request = probe.ask("a", prompt(0, 4))
     (new,) = probe.scheduler.schedule().scheduled_new_reqs
-    told = (new.req_id, len(new.block_ids[0]), new.num_computed_tokens)
-    expect(told == (asked.request_id, 5, 4 * SIZE), "its steps tell other facts of a request")
+    first = (new.req_id, len(new.block_ids[0]), new.num_computed_tokens)
+    expect(first == (request.request_id, 5, 4 * SIZE), "its steps tell other facts of a request")
 
 
 def resume() -> None:
     """Check that an answer's tokens at a prompt's end count as output, once the request has started."""
     probe = SchedulerProbe()
-    asked = probe.ask("a", prompt(0, 2), most=7, extra=ExtraArgs(answer_tokens=5, resumed_tokens=5))
+    request = probe.ask("a", prompt(0, 2), most=7, extra=ExtraArgs(answer_tokens=5, resumed_tokens=5))
     probe.step()
-    told = (asked.num_prompt_tokens, asked.num_output_tokens, asked.num_tokens)
-    expect(told == (2 * SIZE - 4, 6, 2 * SIZE + 2), "it counts an interrupted answer's tokens otherwise")
+    counts = (request.num_prompt_tokens, request.num_output_tokens, request.num_tokens)
+    expect(counts == (2 * SIZE - 4, 6, 2 * SIZE + 2), "it counts an interrupted answer's tokens otherwise")
     probe.step()
-    expect(asked.status == RequestStatus.FINISHED_LENGTH_CAPPED, "an interrupted answer has another length")
+    expect(request.status == RequestStatus.FINISHED_LENGTH_CAPPED, "an interrupted answer has another length")
 
 
 def grammars() -> None:
     """Check that an answer waits for its grammar, which masks and hears each of its tokens; others have none."""
     probe = SchedulerProbe()
-    asked = probe.ask("a", prompt(0, 1), extra=ExtraArgs(rules=TokenRules(allowed=(1,))))
+    request = probe.ask("a", prompt(0, 1), extra=ExtraArgs(rules=TokenRules(allowed=(1,))))
     other = probe.ask("a", prompt(2, 1))
     end_s = monotonic() + _COMPILED_S
-    while not asked.num_output_tokens and monotonic() < end_s:
+    while not request.num_output_tokens and monotonic() < end_s:
         probe.step()
     for _ in range(2):
-        told = probe.mask
-        expect(told is not None, "it asks no grammar for masks")
-        masks = told.grammar_bitmask.view(np.uint32)
-        expect(told.structured_output_request_ids == [asked.request_id], "it asks grammars for other answers")
+        mask = probe.mask
+        expect(mask is not None, "it asks no grammar for masks")
+        masks = mask.grammar_bitmask.view(np.uint32)
+        expect(mask.structured_output_request_ids == [request.request_id], "it asks grammars for other answers")
         expect(masks[0].tolist() == [2, 0], "its masks have another form")
         probe.step()
-    grammar = asked.structured_output_request.grammar
-    expect(grammar.length == asked.num_output_tokens, "it does not tell grammars of tokens")
-    probe.scheduler.structured_output_manager.backend.failed[asked.request_id] = "tried"
+    grammar = request.structured_output_request.grammar
+    expect(grammar.length == request.num_output_tokens, "it does not tell grammars of tokens")
+    probe.scheduler.structured_output_manager.backend.failed[request.request_id] = "tried"
     probe.step()
-    expect(asked.status == RequestStatus.FINISHED_ERROR and other.num_output_tokens, "a failed grammar ends otherwise")
+    expect(
+        request.status == RequestStatus.FINISHED_ERROR and other.num_output_tokens, "a failed grammar ends otherwise"
+    )
 
 
 def draft_hits() -> None:

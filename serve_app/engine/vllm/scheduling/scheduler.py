@@ -115,7 +115,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         """Return vLLM's next step; competing tenants get the tokens and starts of their turns, what yields the rest."""
         if self._turns is None:
             return self._resumed(super().schedule(*arguments, **named))
-        self._step_clock.asked(self._clock())
+        self._step_clock.arrived(self._clock())
         self._under_way += 1
         self._yielding &= self.requests.keys()
         contested = self._turns.shares.contested or bool(self._yielding)
@@ -218,14 +218,14 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
 
     def _begin_answer(self, request: Any) -> None:
         """Give a new request what vLLM's parameters cannot say."""
-        params, asked = request.sampling_params, ExtraArgs.of(request.sampling_params)
-        if asked.grammar or asked.rules is not None:
+        params, extra = request.sampling_params, ExtraArgs.of(request.sampling_params)
+        if extra.grammar or extra.rules is not None:
             manager = self.structured_output_manager
             manager.backend = manager.backend or AnswerGrammars(self.vllm_config)
-            manager.backend.begin(request, asked)
-        params.min_p = asked.min_p
-        params.logit_bias = asked.logit_bias or None
-        if self.num_spec_tokens and (asked.no_drafts or ((params.min_p or params.logit_bias) and not self._all_drafts)):
+            manager.backend.begin(request, extra)
+        params.min_p = extra.min_p
+        params.logit_bias = extra.logit_bias or None
+        if self.num_spec_tokens and (extra.no_drafts or ((params.min_p or params.logit_bias) and not self._all_drafts)):
             self._undrafted.add(request)
 
     def _preempt_request(self, request: Any, *arguments: Any, **named: Any) -> None:
@@ -245,13 +245,13 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
     def _count(self) -> None:
         """Correct the accounts, which vLLM's own queue does not keep."""
         if self._pool_queue is None:
-            held: Counter[str] = Counter()
+            in_use: Counter[str] = Counter()
             for request in self.running:
-                held[tenant_of(request)] += self._blocks_for(request.num_computed_tokens)
-            for tenant in held:
+                in_use[tenant_of(request)] += self._blocks_for(request.num_computed_tokens)
+            for tenant in in_use:
                 self._shares.account(tenant)
             for account in self._shares.all():
-                self._shares.change(account, held=held[account.tenant] - account.held)
+                self._shares.change(account, held=in_use[account.tenant] - account.held)
 
     def _rank(self) -> None:
         """Set priorities: vLLM preempts what yields, then the latest arrival of the tenant most over its share."""

@@ -67,11 +67,11 @@ class ScopedBlocks:
 
 def _private_hashes(own: Hasher, public: int, root: bytes, request: Any) -> list[Any]:
     """Return the hashes that a request lacks, by vLLM's ``own`` hasher: the first private one also covers the root."""
-    hashes, known = request.block_hashes, len(request.block_hashes)
-    if known > public:
+    hashes, before = request.block_hashes, len(request.block_hashes)
+    if before > public:
         return own(request)
-    shared = own(request)[: public - known] if known < public else []
-    if known + len(shared) < public:
+    shared = own(request)[: public - before] if before < public else []
+    if before + len(shared) < public:
         return shared
     hashes += shared
     parent, hashes[-1] = hashes[-1], sha256(hashes[-1] + root).digest()
@@ -79,4 +79,4 @@ def _private_hashes(own: Hasher, public: int, root: bytes, request: Any) -> list
         return shared + own(request)
     finally:
         hashes[-1] = parent
-        del hashes[known:]
+        del hashes[before:]

@@ -113,8 +113,8 @@ class TenantTurns:
             step.blocks.take(tenant if tenant in runs else "", blocks)  # with pins alone it may start all that fits
         for request in running:
             if request.priority >= 0:
-                held = self._blocks_for(request.num_computed_tokens)
-                step.runs(request, held, max(0, self.blocks_of(request) - held))
+                used = self._blocks_for(request.num_computed_tokens)
+                step.runs(request, used, max(0, self.blocks_of(request) - used))
         for request in waiting:
             step.waits(request)
         for tenant in step.lines.keys() | step.yielding.keys() | step.decodes.keys():
@@ -179,13 +179,13 @@ class _Step:
     answering: set[str] = field(default_factory=set)
     unstarted: int = 0
 
-    def runs(self, request: Any, held: int, reserved: int) -> None:
-        """Count a running request, which has ``held`` blocks and may take ``reserved`` more."""
+    def runs(self, request: Any, used: int, reserved: int) -> None:
+        """Count a running request, which has ``used`` blocks and may take ``reserved`` more."""
         tenant = tenant_of(request)
         self.places.take(tenant, 1)
         self.blocks.take(tenant, reserved)
         if yields(request):
-            self.able.append((request, held + reserved))
+            self.able.append((request, used + reserved))
         if request.is_prefill_chunk:
             self.plan.limits[request.request_id] = 0
             self.left[request.request_id] = request.num_tokens - request.num_computed_tokens

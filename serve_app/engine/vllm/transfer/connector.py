@@ -94,12 +94,14 @@ class WarmpathConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if job is None or job.kind == "pin":
                 continue
             del self._jobs[new.req_id]
-            held = new.num_computed_tokens // self._size
+            cached = new.num_computed_tokens // self._size
             if job.kind == "export":
-                if held > job.first:
-                    copies.saves.append((job.file, list(new.block_ids[0][job.first : min(held, job.end)])))
+                if cached > job.first:
+                    copies.saves.append((job.file, list(new.block_ids[0][job.first : min(cached, job.end)])))
             elif count := self._loading.pop(new.req_id, 0):
-                copies.loads.append((job.file, list(new.block_ids[0][held - count : held]), held - count - job.first))
+                copies.loads.append(
+                    (job.file, list(new.block_ids[0][cached - count : cached]), cached - count - job.first)
+                )
         return copies
 
     def request_finished_all_groups(

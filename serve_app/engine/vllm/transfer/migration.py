@@ -81,9 +81,9 @@ class VllmMigration:
         size, ids = kv_format.block_size, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
         most = self._most_blocks if most_blocks is None else min(first + most_blocks, self._most_blocks)
         end = self.pool.count_held(prefix.chain, min(most, len(ids) // size))
-        public, held_chain = min(scope.public_blocks, end), prefix.chain[: end * HASH_BYTES]
-        root = self.pool.roots_of(held_chain, public) if end > first else b""
-        if not root or extend_chain(root, public, ids[: end * size], size) != held_chain:
+        public, chain = min(scope.public_blocks, end), prefix.chain[: end * HASH_BYTES]
+        root = self.pool.roots_of(chain, public) if end > first else b""
+        if not root or extend_chain(root, public, ids[: end * size], size) != chain:
             return None
         file = str(self.directory / f"kv-{next(self._file_numbers)}")
         job = TransferJob("export", file, first, end, prefix.tenant, public * size)
@@ -99,7 +99,7 @@ class VllmMigration:
         finally:
             self._remove(file)
         end = first + len(payload)
-        header = make_header(kv_format, scope, ids[: end * size], held_chain[: end * HASH_BYTES], payload, first)
+        header = make_header(kv_format, scope, ids[: end * size], chain[: end * HASH_BYTES], payload, first)
         return KvChain(msgspec.structs.replace(header, root=root), payload)
 
     def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
@@ -158,14 +158,14 @@ class VllmMigration:
             owners = dict(self._owners)
         numbers: dict[bytes, int] = {}
         entries: list[CachedBlock] = []
-        for block_hash, held in self.pool.blocks():
-            parent = numbers.get(held.under)
+        for block_hash, block in self.pool.blocks():
+            parent = numbers.get(block.under)
             above = None if parent is None else (entries[parent].scope, entries[parent].tenant)
-            owner = owners.get(held.root) if held.root else above
-            if owner is not None and (above is not None or held.root == held.under):
+            owner = owners.get(block.root) if block.root else above
+            if owner is not None and (above is not None or block.root == block.under):
                 number = numbers[block_hash] = len(entries)
-                entry = CachedBlock(block_hash, number, parent, held.token_bytes, *owner)
-                entry.used_s, entry.hits = held.used_s, held.hits
+                entry = CachedBlock(block_hash, number, parent, block.token_bytes, *owner)
+                entry.used_s, entry.hits = block.used_s, block.hits
                 entries.append(entry)
         return entries
 

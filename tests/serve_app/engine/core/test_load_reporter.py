@@ -74,7 +74,7 @@ class Line(Bench):
             self.schedule(RATE, self.decode_step_s)
         # Hints are refreshed when a step is chosen; here they are refreshed without counting a step.
         for sequence in self.scheduler.ready():
-            sequence.held_blocks_hint = self.cache.index.count_held(
+            sequence.cached_blocks_hint = self.cache.index.count_held(
                 sequence.chain, self.cache.reusable_blocks(sequence.prefill_tokens)
             )
         self.view.update()

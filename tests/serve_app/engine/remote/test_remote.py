@@ -92,10 +92,10 @@ def test_tokens_cached_tokens_and_blocks_are_the_servers(kind: str) -> None:
         assert (first.cached["a"], first.finish["a"]) == (0, "length")
         chain = hash_blocks(root_of(PrefixScope("tiny")), PROMPT, SIZE)
         eventually(lambda: set(split_chain(chain)) <= seat.routers.held())
-        assert seat.known_blocks(chain, 9) == 6
+        assert seat.cached_blocks(chain, 9) == 6
         assert seat.ask("b").cached["b"] == 96
         other = PrefixScope("tiny", salt=b"other")
-        assert seat.known_blocks(hash_blocks(root_of(other), PROMPT, SIZE), 9) == 0
+        assert seat.cached_blocks(hash_blocks(root_of(other), PROMPT, SIZE), 9) == 0
         assert seat.ask("c", scope=other).cached["c"] == 0
         seat.tell_cache(anew=True)
         assert set(split_chain(chain)) <= seat.routers.held()
@@ -182,7 +182,7 @@ def test_a_server_that_tells_no_cached_tokens_is_believed_and_says_so() -> None:
         seat.fit()
         assert seat.told("cached_tokens").startswith("as predicted: its answers tell no cached tokens")
         seat.ask("a")
-        eventually(lambda: seat.known_blocks(hash_blocks(root_of(PrefixScope("tiny")), PROMPT, SIZE), 9) == 6)
+        eventually(lambda: seat.cached_blocks(hash_blocks(root_of(PrefixScope("tiny")), PROMPT, SIZE), 9) == 6)
         assert seat.ask("b").cached["b"] == 96
 
 
@@ -262,14 +262,14 @@ def test_blocks_are_known_again_after_the_feed_was_cut() -> None:
         seat.fit()
         seat.ask("a")
         chain = hash_blocks(root_of(PrefixScope("tiny")), PROMPT, SIZE)
-        eventually(lambda: seat.known_blocks(chain, 9) == 6)
+        eventually(lambda: seat.cached_blocks(chain, 9) == 6)
         cut()
         eventually(lambda: seat.told("routed") == "by load alone: its feed of KV events is cut")
         assert not seat.routers.held()
         more = seat.ask("b", PROMPT + 100).tokens["b"]
         assert more == answer_to((PROMPT + 100).tolist(), 8)
         cut(heal=True)
-        eventually(lambda: seat.known_blocks(chain, 9) == 6)
+        eventually(lambda: seat.cached_blocks(chain, 9) == 6)
         assert seat.ask("c", PROMPT + 100).cached["c"] == 96
         assert seat.told("routed") == "by its KV events"
 

@@ -21,7 +21,7 @@ def assert_laws(sequence: SequenceState, block_size: int) -> None:
     assert sequence.farthest <= sequence.length
     assert 0 <= sequence.published <= sequence.computed // block_size <= len(sequence.blocks)
     assert 0 <= sequence.resolved <= sequence.computed // block_size
-    assert sequence.held_blocks_hint <= len(sequence.chain) // HASH_BYTES, "a hint beyond the chain"
+    assert sequence.cached_blocks_hint <= len(sequence.chain) // HASH_BYTES, "a hint beyond the chain"
     assert sequence.reserved_blocks >= 0, "fewer than no blocks are reserved"
     if not sequence.blocks:
         assert sequence.computed == sequence.reserved_blocks == 0, "KV or a reservation without blocks"

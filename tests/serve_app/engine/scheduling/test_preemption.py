@@ -208,7 +208,7 @@ def test_recomputing_reuses_blocks_still_cached() -> None:
     (victim,) = bench.engine._scheduler.waiting
     assert victim.request.request_id == "r1", "the later one"
     assert victim.generated_tokens >= RESERVED_TOKENS
-    assert victim.held_blocks_hint == (victim.length - 1) // BLOCK
+    assert victim.cached_blocks_hint == (victim.length - 1) // BLOCK
     while len(bench.collector.finish) < 2:
         bench.step()
     assert bench.preemptions == {"r1": 1}
