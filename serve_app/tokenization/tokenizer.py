@@ -91,17 +91,16 @@ class PromptTokenizer:
         chat_template: str | None = None,
         lookahead: int = 0,
     ) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        self.pretrained: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if chat_template is not None:
-            self._tokenizer.chat_template = chat_template
+            self.pretrained.chat_template = chat_template
             try:
-                self._tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+                self.pretrained.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
             except TemplateSyntaxError as error:
                 raise ValueError(f"chat_template is no Jinja template: {error.message}, line {error.lineno}") from None
             except Exception:  # noqa: S110  # it may refuse this conversation
                 pass
-        self.pretrained = self._tokenizer
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend = getattr(self.pretrained, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"{path} has no fast tokenizer; save one (tokenizer.json) into the directory")
         backend.no_truncation()
@@ -117,7 +116,7 @@ class PromptTokenizer:
         self._texts = TokenTexts(backend)
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.template = ChatTemplate(self._tokenizer, as_is=as_is)
+        self.template = ChatTemplate(self.pretrained, as_is=as_is)
         self.longest_token_chars = longest_token_chars(backend)
         self._workers = workers or FairWorkers(Shares({}))
         self._in_flight: dict[bytes, asyncio.Future[None]] = {}

@@ -159,7 +159,7 @@ def test_transformers_loads_it_whole_and_greedy_output_varies(demo_model_path: P
 def test_the_chat_template_is_chatml_with_tools(demo_model_path: Path) -> None:
     """Turns end with the eos; tools come before everything else, and calls have the format of Hermes models."""
     tokenizer = PromptTokenizer(demo_model_path)
-    assert tokenizer._tokenizer("<|im_end|>").input_ids == [tokenizer._tokenizer.eos_token_id]
+    assert tokenizer.pretrained("<|im_end|>").input_ids == [tokenizer.pretrained.eos_token_id]
     plain = tokenizer.template.render([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
     assert plain.text == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
     assert find_parser(tokenizer) == "hermes"

@@ -29,7 +29,7 @@ RULES = "You are a careful clerk. Name the clause, the date and the amount befor
 
 
 def preparer_of(tokenizer: PromptTokenizer, prompts: Prompts | None = None, **more: Any) -> Preparer:
-    info, limits = load_checkpoint_info(Path(tokenizer._tokenizer.name_or_path)), Limits(4096, 8, 300.0)
+    info, limits = load_checkpoint_info(Path(tokenizer.pretrained.name_or_path)), Limits(4096, 8, 300.0)
     used = Prompts() if prompts is None else prompts
     return Preparer(info, tokenizer, Tenants([], SECRET), SECRET, AdapterRegistry("demo"), limits, used, **more)
 
@@ -337,7 +337,7 @@ def test_an_echo_is_the_prompt_as_text_and_the_last_message_can_be_continued(
     went_on = prepare(
         preparer, ("user", "Hi"), ("assistant", "The answer"), add_generation_prompt=False, continue_final_message=True
     )
-    text = tokenizer._backend.decode(went_on.token_ids.tolist(), skip_special_tokens=False)
+    text = tokenizer.text_of(went_on.token_ids.tolist())
     assert text.endswith("\nThe answer")
 
 

@@ -151,7 +151,7 @@ class Script:
 
     def prompt(self) -> str:
         """Return the last prompt, special tokens included."""
-        return str(self.tokenizer._tokenizer.decode(self.asked[-1].token_ids.tolist()))
+        return str(self.tokenizer.pretrained.decode(self.asked[-1].token_ids.tolist()))
 
 
 def partial_services(**parts: Any) -> Services:

@@ -133,7 +133,7 @@ def test_prompts_are_formatted_anew_each_day(tokenizer: PromptTokenizer) -> None
         return tokenizer.encode(chat.text, ROOT, public_root=PUBLIC_ROOT).public_blocks
 
     first = chat_blocks()
-    tokenizer._tokenizer.chat_template = "It is the 22nd. " + tokenizer._tokenizer.chat_template
+    tokenizer.pretrained.chat_template = "It is the 22nd. " + tokenizer.pretrained.chat_template
     assert chat_blocks() == 0
     now[0] = date(2026, 11, 22)
     assert chat_blocks() >= first > 0

@@ -39,7 +39,7 @@ def test_any_tokens_stream_to_the_decoding_of_the_whole(
     tokenizer: PromptTokenizer, ids: list[int], sizes: list[int]
 ) -> None:
     """Random ids make every kind of broken UTF-8, special and unknown tokens; the pieces still add up."""
-    assert "".join(_stream(tokenizer, ids, sizes)) == tokenizer._tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join(_stream(tokenizer, ids, sizes)) == tokenizer.pretrained.decode(ids, skip_special_tokens=True)
 
 
 @settings(max_examples=200)
@@ -54,7 +54,7 @@ def test_no_piece_holds_half_a_character(tokenizer: PromptTokenizer, text: str) 
 
 def test_the_held_part_does_not_grow(tokenizer: PromptTokenizer) -> None:
     """A long answer of broken UTF-8 never holds back more than the beginning of one character."""
-    broken = tokenizer._backend.token_to_id("Ĥ")
+    broken = tokenizer.pretrained.convert_tokens_to_ids("Ĥ")
     decoder = tokenizer.decoder()
     shown = 0
     for pushed in range(1, 5001):
@@ -71,13 +71,13 @@ def test_sentencepiece_like_text_streams_to_the_decoding_of_the_whole(
     """The first space is dropped as in the whole, others are kept, and characters made of bytes are whole."""
     ids = sentencepiece.encode(text + "<|im_end|>" + text, ROOT).token_ids.tolist()
     sizes = data.draw(st.lists(st.integers(0, 3), max_size=30))
-    whole = sentencepiece._tokenizer.decode(ids, skip_special_tokens=True)
+    whole = sentencepiece.pretrained.decode(ids, skip_special_tokens=True)
     assert "".join(_stream(sentencepiece, ids, sizes)) == whole
 
 
 def test_sentencepiece_like_garbage_is_not_held_for_ever(sentencepiece: PromptTokenizer) -> None:
     """A run of bytes that never becomes a character is shown after a bounded number of tokens."""
-    broken = sentencepiece._backend.token_to_id("<0x82>")
+    broken = sentencepiece.pretrained.convert_tokens_to_ids("<0x82>")
     decoder = sentencepiece.decoder()
     pieces = [decoder.push([broken]) for _ in range(3 * MAX_HELD_TOKENS)]
     assert pieces[MAX_HELD_TOKENS - 1] == "\ufffd" * MAX_HELD_TOKENS

@@ -91,7 +91,7 @@ def test_encoding_equals_tokenizing_and_hashing_from_nothing(
             history += text
             for whole, public_root in ((history, b""), (history, OTHER_ROOT), (text, OTHER_ROOT)):
                 encoded = cached.encode(whole, ROOT, public_root=public_root, add_special_tokens=special)
-                ids = np.array(cached._tokenizer(whole, add_special_tokens=special)["input_ids"], dtype=np.int32)
+                ids = np.array(cached.pretrained(whole, add_special_tokens=special)["input_ids"], dtype=np.int32)
                 assert encoded.token_ids.dtype == np.int32
                 assert encoded.token_ids.tolist() == ids.tolist()
                 blocks = max(0, PublicTokens(known).count(ids) - cached._lookahead) // 4 if public_root else 0
@@ -144,7 +144,7 @@ def test_a_text_is_never_taken_for_one_encoded_differently(demo_model_path: Path
     for special in (True, False):
         for public_root in (b"", OTHER_ROOT, OTHER_ROOT[:8]):
             encoded = cached.encode("X", ROOT, public_root=public_root, add_special_tokens=special)
-            assert encoded.token_ids.tolist() == cached._tokenizer("X", add_special_tokens=special)["input_ids"]
+            assert encoded.token_ids.tolist() == cached.pretrained("X", add_special_tokens=special)["input_ids"]
     assert cached.stats().hits == 0
     with pytest.raises(InvalidRequest, match="surrogate"):
         cached.encode("a\ud800b", ROOT)

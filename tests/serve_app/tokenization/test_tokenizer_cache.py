@@ -69,7 +69,7 @@ def test_threads_agree(demo_model_path: Path) -> None:
     """Eight threads over one small cache all get the right answer."""
     cached = PromptTokenizer(demo_model_path, cache_bytes=30_000, block_size=16)
     texts = [conversation(3 + i, 1100) for i in range(6)]
-    expected = [np.array(cached._tokenizer(text)["input_ids"], dtype=np.int32) for text in texts]
+    expected = [np.array(cached.pretrained(text)["input_ids"], dtype=np.int32) for text in texts]
     hashes = [hash_blocks(ROOT, ids, 16) for ids in expected]
 
     def right(step: int) -> bool:
@@ -100,7 +100,7 @@ def test_cold_text_is_tokenized_off_the_loop_once(cold: PromptTokenizer, monkeyp
     answers = asyncio.run(ask())
     assert len(threads) == 1
     assert threads[0].startswith("prepare")
-    expected = cold._tokenizer(text)["input_ids"]
+    expected = cold.pretrained(text)["input_ids"]
     assert all(answer.token_ids.tolist() == expected for answer in answers)
     assert cold._in_flight == {}
 
@@ -123,7 +123,7 @@ def test_a_cancelled_caller_does_not_take_the_others_down(cold: PromptTokenizer)
         await asyncio.gather(*busy)
         return await second
 
-    assert asyncio.run(ask()).token_ids.tolist() == cold._tokenizer(text)["input_ids"]
+    assert asyncio.run(ask()).token_ids.tolist() == cold.pretrained(text)["input_ids"]
 
 
 KEYS = [bytes([i]) for i in range(4)]
