@@ -65,7 +65,7 @@ class Accounts(Generic[Q]):
     ) -> None:
         # Public blocks serve all tenants, so they narrow no tenant's share.
         self.shares = Shares(weights, clock, active_s, outside=(PUBLIC,))
-        self._clock = clock
+        self.clock = clock
         self._active_s = active_s
         self._queue = queue
         self._accounts: dict[str, Account[Q]] = {}
@@ -96,7 +96,7 @@ class Accounts(Generic[Q]):
     def touch(self, tenant: str, ago_s: float = 0.0) -> Account[Q]:
         """Record a tenant's request that arrived ``ago_s`` seconds ago. The tenant is active from then on."""
         account = self.account(tenant)
-        account.used_s = self._clock() - ago_s
+        account.used_s = self.clock() - ago_s
         self.shares.touch(tenant, ago_s)
         return account
 
@@ -159,7 +159,7 @@ class Accounts(Generic[Q]):
         return self._active_since_s()
 
     def _active_since_s(self) -> float:
-        return self._clock() - self._active_s
+        return self.clock() - self._active_s
 
 
 class PoolShares(Accounts[Q]):
@@ -207,7 +207,7 @@ class PoolShares(Accounts[Q]):
     def protected(self, tenant: str) -> int:
         """Return the idle blocks within the shares of other tenants seen in the last ``GUARD_S``."""
         self.shares.settle()
-        since_s = self._clock() - GUARD_S
+        since_s = self.clock() - GUARD_S
         if since_s > self._next_unguarded_s or self.shares.changes != self._kept_by:
             self._kept_by = self.shares.changes
             self._changed.update(self._accounts.values())

@@ -47,9 +47,9 @@ class TorchEngine:
         if settings.max_num_batched_tokens <= settings.max_num_seqs:
             raise ValueError("max_num_batched_tokens must exceed max_num_seqs, or prefill could starve")
         self.settings = replace(settings, max_model_len=min(settings.max_model_len, runner.max_positions))
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
-        self._cache = PrefixCache(
+        self.cache = PrefixCache(
             settings.num_blocks,
             settings.block_size,
             enabled=settings.enable_prefix_caching,
@@ -62,17 +62,17 @@ class TorchEngine:
         self._meters = EngineMeters()
         self._loop = EngineLoop(self._run, self._deliver, clock, stall_after_s)
         self._live = LiveRequests(self.settings, clock)
-        self._tier_loader = TierLoader(self.settings, self._cache, runner, self._meters, self._loop.wake, clock)
-        self._scheduler = Scheduler(self.settings, self._cache, self.adapters, self._tier_loader.fetch)
-        pins = PromptPins(self._cache, self._meters, clock, self._tier_loader.spiller.save)
+        self.tier_loader = TierLoader(self.settings, self.cache, runner, self._meters, self._loop.wake, clock)
+        self.scheduler = Scheduler(self.settings, self.cache, self.adapters, self.tier_loader.fetch)
+        pins = PromptPins(self.cache, self._meters, clock, self.tier_loader.spiller.save)
         self.transfer = PrefixTransfer(
-            self._cache, runner, self._scheduler, self._tier_loader, pins, self._loop.call, clock
+            self.cache, runner, self.scheduler, self.tier_loader, pins, self._loop.call, clock
         )
         self._outputs = OutputProcessor(
-            self._scheduler, pins, self._tier_loader, self.adapters, self._live, self._meters, self._cache.enabled
+            self.scheduler, pins, self.tier_loader, self.adapters, self._live, self._meters, self.cache.enabled
         )
-        self._events = CacheEvents(self._cache, self._tier_loader.tiers, event_sink)
-        self._load_reporter = LoadReporter(self.settings, self._meters, self._scheduler)
+        self._events = CacheEvents(self.cache, self.tier_loader.tiers, event_sink)
+        self._load_reporter = LoadReporter(self.settings, self._meters, self.scheduler)
         self._labels = (("engine", runner.kind),)
 
     def start(self) -> None:
@@ -88,17 +88,17 @@ class TorchEngine:
         settings = self.settings
         check_request(
             request,
-            vocab_size=self._runner.vocab_size,
+            vocab_size=self.runner.vocab_size,
             max_model_len=settings.max_model_len,
             max_blocks=settings.num_blocks - settings.pin_budget_blocks,
             block_size=settings.block_size,
         )
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         chain = b""
-        if self._cache.enabled:
-            chain = request.block_hashes or self._cache.prompt_chain(request.scope, request.root, request.identity)
+        if self.cache.enabled:
+            chain = request.block_hashes or self.cache.prompt_chain(request.scope, request.root, request.identity)
         sequence = SequenceState(structs.replace(request, token_ids=ids), sink, chain, self._clock())
-        sequence.cached_blocks_hint = self._cache.index.count_held(chain, sequence.reusable_blocks(self._cache))
+        sequence.cached_blocks_hint = self.cache.index.count_held(chain, sequence.reusable_blocks(self.cache))
         with self._loop.changed:
             if self._loop.stopping:
                 raise EngineError("the engine is stopped")
@@ -120,8 +120,8 @@ class TorchEngine:
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
         labels, load = self._labels, self._load_reporter
-        gauges = gauge_samples(self._cache, labels, self._runner.block_bytes, load.running, load.waiting)
-        parts = (self._meters, self._tier_loader, self.adapters)
+        gauges = gauge_samples(self.cache, labels, self.runner.block_bytes, load.running, load.waiting)
+        parts = (self._meters, self.tier_loader, self.adapters)
         counted = (sample for part in parts for sample in part.samples(labels))
         return StatsReport(samples=(*counted, *gauges))
 
@@ -139,7 +139,7 @@ class TorchEngine:
 
     def retire(self, last_block: bytes, shared_tokens: int) -> None:
         """See ``protocol.Engine``."""
-        cache, first = self._cache, ceil_div(shared_tokens, self.settings.block_size)
+        cache, first = self.cache, ceil_div(shared_tokens, self.settings.block_size)
 
         def demote() -> None:
             cache.demote(cache.index.line_through(last_block)[first:])
@@ -157,11 +157,11 @@ class TorchEngine:
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block's KV."""
-        return self._runner.block_bytes
+        return self.runner.block_bytes
 
     def cached_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
-        index, pending = self._cache.index, self._scheduler.pending
+        index, pending = self.cache.index, self.scheduler.pending
         return count_leading(block_hashes, most, lambda block: index.held(block) or pending.has(block))
 
     def _run(self) -> None:
@@ -181,36 +181,36 @@ class TorchEngine:
         with loop.changed:
             while not (loop.calls or loop.stopping or self._has_work() or live.next_deadline_s <= self._clock()):
                 loop.changed.wait(self._until_expiry_s())
-                self._cache.expire_pins()
+                self.cache.expire_pins()
             if loop.stopping:
                 return False
-        self._cache.expire_pins()
+        self.cache.expire_pins()
         loop.run_calls()
         with loop.changed:
             for request_id in live.take_overdue(self._clock()):
                 self._outputs.cancel(request_id, "timeout", "The answer took too long; ask for fewer tokens.")
             self._load_reporter.update()
-        self._tier_loader.begin_step()
+        self.tier_loader.begin_step()
         self._deliver()
         return True
 
     def _until_expiry_s(self) -> float | None:
         """Return how long an idle loop may sleep before a pin or a request expires."""
-        pinned_s = self._cache.pins.next_expiry_s
+        pinned_s = self.cache.pins.next_expiry_s
         expiry_s = min(self._live.next_deadline_s, math.inf if pinned_s is None else pinned_s)
         return None if expiry_s == math.inf else min(max(0.05, expiry_s - self._clock()), 3600.0)
 
     def _has_work(self) -> bool:
-        if len(self._scheduler.running):
+        if len(self.scheduler.running):
             return True
-        loader = self._tier_loader
-        return self._scheduler.startable_count > loader.loading or loader.tiers.has_news
+        loader = self.tier_loader
+        return self.scheduler.startable_count > loader.loading or loader.tiers.has_news
 
     def step(self) -> None:
         """Choose, compute and settle one step."""
         meters = self._meters
-        chosen = self._scheduler.schedule(meters.prefill_tokens_per_s, *meters.decode_line_s)
-        for sequence in self._scheduler.preempted:
+        chosen = self.scheduler.schedule(meters.prefill_tokens_per_s, *meters.decode_line_s)
+        for sequence in self.scheduler.preempted:
             self._outputs.preempted(sequence)
         if not chosen:
             return
@@ -227,7 +227,7 @@ class TorchEngine:
                     recomputed += again
             self._load_reporter.begin_step(chosen)
         segments = [item.sequence.segment(item.tokens) for item in chosen]
-        run_step(self._runner, segments)
+        run_step(self.runner, segments)
         now = self._clock()
         meters.stepped(prefill_tokens, now - started, len(chosen))
         meters.computed_prompt_tokens += prompt_tokens
@@ -248,15 +248,15 @@ class TorchEngine:
         with self._loop.changed:
             self._loop.stopping = True
             self._loop.run_calls(last=True)
-            for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
+            for sequence in [*self.scheduler.waiting, *self.scheduler.running]:
                 self._outputs.end(sequence, "error", message=reason)
             self._load_reporter.update()
         self._deliver()
-        self._tier_loader.spiller.close()
+        self.tier_loader.spiller.close()
 
     def _enter(self, sequence: SequenceState) -> None:
-        self._tier_loader.learn(sequence.request)
-        self._scheduler.add(sequence)
+        self.tier_loader.learn(sequence.request)
+        self.scheduler.add(sequence)
         with self._loop.changed:
             self._load_reporter.entered(sequence)
 
@@ -265,8 +265,8 @@ class TorchEngine:
             self._outputs.cancel(request_id)
 
     def _set_tenant_shares(self, shares: Mapping[str, float]) -> None:
-        self._cache.set_shares(shares)
-        self._tier_loader.tiers.set_shares(shares)
+        self.cache.set_shares(shares)
+        self.tier_loader.tiers.set_shares(shares)
         with self._loop.changed:
             self._live.waiting.shares.set_weights(shares)
             self._load_reporter.tenants = len(shares)

@@ -35,13 +35,13 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
 
     Call it on the engine's loop, or on a stopped engine. ``sizes``: its ``tables``.
     """
-    cache = engine._cache
+    cache = engine.cache
     _audit_pool(cache)
     unknown = [name for name in EMPTY_WHEN_IDLE if name not in sizes]
     _hold(not unknown, f"there are no tables {unknown}: they were renamed, and EMPTY_WHEN_IDLE has to follow")
     left = {name: size for name in EMPTY_WHEN_IDLE if (size := sizes[name])}
     _hold(not left, f"no request is here, but there are {left}")
-    adapters, reserved = engine._runner.adapters, engine._scheduler.reserved_blocks
+    adapters, reserved = engine.runner.adapters, engine.scheduler.reserved_blocks
     assert isinstance(adapters, LoadedAdapters)
     _hold(reserved == 0, f"{reserved} blocks are reserved to nobody")
     _hold(len(adapters._loaded) <= adapters._max_cpu_loras, "more adapters in memory than max_cpu_loras")
@@ -51,16 +51,16 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
 
 def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
     """Return the hashes of the held blocks, by the tier's name in events."""
-    held = {"pool": set(engine._cache.index._by_hash)}
-    for tier, index in engine._tier_loader.tiers.indexes.items():
+    held = {"pool": {entry.block_hash for entry in engine.cache.index}}
+    for tier, index in engine.tier_loader.tiers.indexes.items():
         held[tier] = frozenset(entry.block.block_hash for entry in index)
     return held
 
 
 def settled(engine: TorchEngine) -> bool:
     """Return whether no block is on its way to disk and every event was delivered."""
-    tiers = engine._tier_loader.tiers
-    if engine._cache._events or tiers.has_news:
+    tiers = engine.tier_loader.tiers
+    if engine.cache._events or tiers.has_news:
         return False
     queues = [tier for tier in tiers.tiers if isinstance(tier, TierQueue)]
     return all(queue._work.empty() and not queue.pending_blocks for queue in queues)

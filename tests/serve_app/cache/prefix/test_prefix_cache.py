@@ -270,7 +270,7 @@ def test_each_block_once_parents_first_by_kind_and_heat(
     hot = used.hot()
     told = [block_hash for run in hot.runs for block_hash in split_chain(run.hashes)]
     assert len(told) == len(set(told))
-    assert set(told) == set(used.cache.index._by_hash)
+    assert set(told) == {entry.block_hash for entry in used.cache.index}
     assert all(run.parent is None or run.parent < number for number, run in enumerate(hot.runs))
     keys = [(KINDS.index(run.kind), -run.heat) for run in hot.runs]
     assert keys == sorted(keys)

@@ -187,7 +187,7 @@ class CacheMachine(RuleBasedStateMachine):
         last = min(one.published + blocks, len(one.ids) // SIZE)
         array = np.array(one.ids, dtype=np.int32)
         chain = self.cache.prompt_chain(one.scope, root_of(one.scope), array)
-        known = set(self.cache.index._by_hash)
+        known = {entry.block_hash for entry in self.cache.index}
         done = self.cache.publish(one.scope, array, chain, one.blocks, one.published, last)
         assert done == max(last, one.published)
         self.oracle.publish(one.scope, one.ids, one.published, done)
@@ -214,11 +214,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.seen_s[PUBLIC] = self.now_s
         self.pins.read(matched, self.now_s)
         self.cache.release(matched)
-        known = set(self.cache.index._by_hash)
+        known = {entry.block_hash for entry in self.cache.index}
         demoted = self.cache.demote(matched)
         tail = matched[len(matched) - demoted :]
         assert all(self.cache.pool.is_idle(block) for block in tail)
-        assert set(self.cache.index._by_hash) == known
+        assert {entry.block_hash for entry in self.cache.index} == known
 
     @rule(
         scope=st.sampled_from(SCOPES), ids=st.lists(st.integers(0, 1), min_size=3, max_size=11), over=st.integers(0, 2)
@@ -229,9 +229,9 @@ class CacheMachine(RuleBasedStateMachine):
         array = np.array(ids, dtype=np.int32)
         chain = self.cache.prompt_chain(scope, root_of(scope), array)
         matched = self.cache.match(scope, array, chain)
-        known = set(self.cache.index._by_hash)
+        known = {entry.block_hash for entry in self.cache.index}
         self.cache.touch(chain, min(len(matched) + over, len(chain) // HASH_BYTES))
-        assert set(self.cache.index._by_hash) == known
+        assert {entry.block_hash for entry in self.cache.index} == known
 
     @rule()
     def reset(self) -> None:
@@ -250,7 +250,7 @@ class CacheMachine(RuleBasedStateMachine):
             for block_hash in split_chain(event.hashes):
                 assert isinstance(event, BlocksStored) == (block_hash not in self.announced)
                 self.announced ^= {block_hash}
-        assert self.announced == set(self.cache.index._by_hash)
+        assert self.announced == {entry.block_hash for entry in self.cache.index}
         assert xor_of_words(b"".join(self.announced)) == self.cache.index.xor
         # The oracle also forgets evicted blocks, but no others.
         self.oracle.keys = {key for key in self.oracle.keys if self._hash(key) in self.announced}

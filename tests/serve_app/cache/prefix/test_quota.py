@@ -96,7 +96,7 @@ def test_tenants_that_left_leave_nothing_behind() -> None:
 
 def naive_protected(quota: Quota, tenant: str) -> int:
     """Look at every account."""
-    since_s, kept = quota._clock() - GUARD_S, 0
+    since_s, kept = quota.clock() - GUARD_S, 0
     for account in quota.all():
         if account.used_s >= since_s and account.tenant != tenant:
             within = int(quota._total_blocks * naive_fraction(quota, account.tenant)) - (account.held - account.idle)

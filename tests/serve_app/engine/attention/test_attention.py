@@ -141,7 +141,7 @@ def test_requests_get_the_same_tokens_over_copies(
 ) -> None:
     """Cold, cached, forked and long prompts run at once, as on a GPU."""
     engine = make_engine(device=str(device))
-    engine._runner.reads_in_place = False  # type: ignore[attr-defined]
+    engine.runner.reads_in_place = False  # type: ignore[attr-defined]
     run_all(engine, [request("cold", prompt(100), 1)])
     prompts = {"warm": prompt(100), "fork": np.concatenate([prompt(100)[:70], prompt(30, 5)]), "long": prompt(400, 3)}
     got = run_all(engine, [request(name, ids, 12) for name, ids in prompts.items()])

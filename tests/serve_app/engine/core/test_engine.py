@@ -320,7 +320,7 @@ def test_the_audit_finds_lost_and_leaked_blocks(churn: Churn) -> None:
     """It fails for a block without an owner, and for one that is held but not announced."""
     assert tables(churn.engine)["BlockPool._references"] == 128
     churn.check()
-    cache = churn.engine._cache
+    cache = churn.engine.cache
     block = cache.pool._free.pop()
     with pytest.raises(Imbalance, match="127 of 128 blocks"):
         churn.check()

@@ -48,7 +48,7 @@ def test_tenants_share_public_blocks_and_nothing_after_them(make_engine: MakeEng
     assert run_all(engine, [structs.replace(bare, block_hashes=hashes)]).cached["x"] == 96, (
         "with hashes from outside, too"
     )
-    assert engine._cache.quota.holdings()[PUBLIC] == 4
+    assert engine.cache.quota.holdings()[PUBLIC] == 4
 
 
 def test_an_answer_to_a_public_prompt_is_private(make_engine: MakeEngine) -> None:
@@ -93,7 +93,7 @@ def test_an_export_serves_only_tenants_that_may_hit_it(make_engine: MakeEngine) 
     their_hashes = extend_chain(theirs.root, 4, theirs.token_ids, 16)
     assert second.transfer.import_part(public, HashedTokens(theirs.scope, theirs.token_ids, their_hashes, "b"), 0) == 4
     assert second.transfer.import_part(exported, HashedTokens(mine.scope, mine.token_ids, hashes, "a"), 0) == 7
-    assert second._cache.quota.holdings() == {PUBLIC: 4, "a": 3}
+    assert second.cache.quota.holdings() == {PUBLIC: 4, "a": 3}
     assert run_all(second, [theirs]).cached["b"] == 64
 
 
@@ -126,15 +126,15 @@ def test_it_hits_existing_blocks_and_announces_nothing(make_engine: MakeEngine) 
     events: list[Event] = []
     engine = make_engine(events=events)
     run_all(engine, [request("first", SHARED, 1)])
-    held, told = set(engine._cache.index._by_hash), len(events)
+    held, told = {entry.block_hash for entry in engine.cache.index}, len(events)
     got = [run_all(engine, [asking("p")]) for _ in range(2)]
     assert [one.cached["p"] for one in got] == [160, 160]
     assert got[0].tokens["p"] == got[1].tokens["p"]
-    assert set(engine._cache.index._by_hash) == held
+    assert {entry.block_hash for entry in engine.cache.index} == held
     assert not any(isinstance(event, BlocksStored) for event in events[told:])
-    assert engine._cache.pool.used_blocks == 0
+    assert engine.cache.pool.used_blocks == 0
     ids = asking("p").token_ids
-    chain = engine._cache.prompt_chain(SCOPE, SCOPE.root(SECRET), ids)
+    chain = engine.cache.prompt_chain(SCOPE, SCOPE.root(SECRET), ids)
     offered = engine.transfer.export_prefix(HashedTokens(SCOPE, ids, chain))
     assert offered is not None and offered.header.blocks == 10
     assert run_all(engine, [asking("s", store_kv=True)]).tokens["s"] == got[0].tokens["p"]
@@ -149,5 +149,5 @@ def test_two_at_once_never_share_the_unstored_blocks(first: str, make_engine: Ma
     assert got.tokens["p"] == got.tokens["s"]
     # 200 tokens: 12 whole blocks that can be hit.
     assert (got.cached["s"], got.cached["p"]) == ((0, 0) if first == "passing" else (0, 192))
-    assert len(engine._cache.index) == 239 // 16
+    assert len(engine.cache.index) == 239 // 16
     assert run_all(engine, [asking("again")]).cached["again"] == 192

@@ -77,7 +77,7 @@ def test_a_saved_prefix_survives_other_requests(make_engine: MakeEngine, referen
     for got, name, question in ((first, "first", 5), (later, "later", 6)):
         assert got.tokens[name] == reference("qwen3", np.append(SYSTEM, prompt(20, question)), 3)
     assert sample(engine, "warmpath_pinned_blocks") == 6
-    assert sample(engine, "warmpath_kv_cache_block_bytes") == engine._runner.block_bytes
+    assert sample(engine, "warmpath_kv_cache_block_bytes") == engine.runner.block_bytes
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
     assert sample(engine, "warmpath_kv_cache_blocks") == 64
 
@@ -143,7 +143,7 @@ def test_tenants_that_share_a_prefix_each_keep_it(make_simulated: MakeSimulated)
     engine = make_simulated(GatedRunner(), pin_budget_blocks=16)
     for tenant in ("a", "b"):
         assert run(engine, keeping(tenant, 5, 40, tenant=tenant)).saves[tenant] == "saved"
-    assert engine._cache.pins.holdings() == {"a": 2, "b": 2}
+    assert engine.cache.pins.holdings() == {"a": 2, "b": 2}
 
 
 def test_a_tenants_breakpoints_are_bounded_and_its_saves_are_not(make_simulated: MakeSimulated) -> None:
@@ -151,7 +151,7 @@ def test_a_tenants_breakpoints_are_bounded_and_its_saves_are_not(make_simulated:
     engine = make_simulated(GatedRunner(), pin_budget_blocks=16)
     run(engine, saving("first", 1))
     for number in range(MAX_BREAKPOINTS - 1):
-        assert engine._cache.pin(b"%d" % number, engine._cache.pins.soonest_first()[0].blocks) == "pinned"
+        assert engine.cache.pin(b"%d" % number, engine.cache.pins.soonest_first()[0].blocks) == "pinned"
     assert run(engine, keeping("mark", 2, 40)).saves["mark"] == "over_budget"
     assert run(engine, saving("save", 2, key=b"other")).saves["save"] == "saved"
 
@@ -179,7 +179,7 @@ def test_other_tenants_take_effect_in_a_running_engine(make_simulated: MakeSimul
     engine.set_tenant_shares({"stays": 1.0, "new": 3.0})
     assert sample(engine, "warmpath_tenant_pinned_blocks", tenant="stays") == 6
     assert sample(engine, "warmpath_pinned_blocks") == 6
-    assert engine._cache.quota.shares.fraction("new") == 0.6  # 3 of itself, of "stays" and of "gone", seen just now
+    assert engine.cache.quota.shares.fraction("new") == 0.6  # 3 of itself, of "stays" and of "gone", seen just now
     assert engine._live.waiting.shares.fraction("new") == 0.6
     with pytest.raises(ValueError, match="finite"):
         engine.set_tenant_shares({"stays": math.inf})

@@ -154,7 +154,7 @@ def test_a_torn_file_is_computed_instead(tmp_path: Path, make_engine: MakeEngine
     engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
     spill(engine, ids)
     item = request("hit", ids, 5)
-    chain = list(split_chain(engine._cache.prompt_chain(item.scope, item.root, item.token_ids)))
+    chain = list(split_chain(engine.cache.prompt_chain(item.scope, item.root, item.token_ids)))
     victim = next(tmp_path.glob(f"slot-*/{chain[4].hex()}.kv"))
     data = bytearray(victim.read_bytes())
     data[-3] ^= 4

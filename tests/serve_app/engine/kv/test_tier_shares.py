@@ -49,7 +49,7 @@ def ask(engine: TorchEngine, tenant: str, seed: int, tokens: int = 150) -> int:
     scope = PrefixScope("tiny", salt=tenant.encode())
     name = f"{tenant} {seed}"
     got = run_all(engine, [request(name, prompt(tokens, seed), 1, scope=scope, tenant=tenant)])
-    if engine._tier_loader.tiers.keeping:
+    if engine.tier_loader.tiers.keeping:
         settle(engine)
     return got.cached[name] or 0
 
@@ -73,13 +73,13 @@ def test_a_flood_spares_a_tenant_within_its_share_of_the_tiers(
 
 
 def saved_on_disk(engine: TorchEngine) -> int:
-    (disk,) = engine._tier_loader.tiers.keeping
+    (disk,) = engine.tier_loader.tiers.keeping
     assert isinstance(disk, TierQueue)
     settle(engine)
     done = threading.Event()
     disk._enqueue(done.set)
     assert done.wait(10)
-    return sum(entry.saved_until_s is not None for entry in engine._tier_loader.tiers.indexes["disk"])
+    return sum(entry.saved_until_s is not None for entry in engine.tier_loader.tiers.indexes["disk"])
 
 
 def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: int = 1) -> str | None:
@@ -154,7 +154,7 @@ def test_public_blocks_below_the_pool_are_on_their_own_account(engine_over: Make
     run_all(engine, [request("public", prompt(150), 1, scope=scope, tenant="flood")])
     engine.stop()
     engine = engine_over(0, 80)
-    index = engine._tier_loader.tiers.indexes["disk"]
+    index = engine.tier_loader.tiers.indexes["disk"]
     assert index.holdings() == {
         account_key(tenant): sum(entry.size for entry in index if entry.block.owner == account_key(tenant))
         for tenant in (PUBLIC, "flood")

@@ -55,12 +55,12 @@ def test_held_blocks_are_not_loaded_again(make_engine: MakeEngine, monkeypatch: 
     run_all(second, [request("a", ids[:64], 1)])
     chain = export(first, ids)
     copied: list[int] = []
-    write = second._runner.write_blocks
-    monkeypatch.setattr(second._runner, "write_blocks", lambda to, rows: (copied.extend(to), write(to, rows)))
+    write = second.runner.write_blocks
+    monkeypatch.setattr(second.runner, "write_blocks", lambda to, rows: (copied.extend(to), write(to, rows)))
     for _ in range(2):
         assert import_whole(second, chain, ids) == 10
         assert len(copied) == 6
-    assert len(second._cache.index) == 10
+    assert len(second.cache.index) == 10
 
 
 def test_excess_blocks_are_left_out(make_engine: MakeEngine, reference: Reference) -> None:

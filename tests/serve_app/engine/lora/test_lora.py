@@ -82,7 +82,7 @@ def test_adapters_mixed_in_one_batch_equal_solo_runs(
         engine.submit(request(name, ids, count, scope=scope), collector)
     engine.start()
     collector.wait(name for name, *_ in wanted)
-    assert len(engine._runner.adapters.in_slots) == min(max_loras, 3)
+    assert len(engine.runner.adapters.in_slots) == min(max_loras, 3)
     alone = make_engine(enable_prefix_caching=False)
     for name, path in adapters.items():
         load(alone, path, name)
@@ -126,7 +126,7 @@ def test_a_request_waiting_for_a_slot_is_not_overtaken_by_adapters_but_by_the_ba
 def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
     """Hooks are added with the first row that needs one and removed with the last. (docs: adapters)"""
     engine = make_engine()
-    model = engine._runner.model  # type: ignore[attr-defined]
+    model = engine.runner.model  # type: ignore[attr-defined]
 
     def hooks() -> int:
         return sum(len(module._forward_hooks) for module in model.modules())

@@ -78,7 +78,7 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(make_engine: MakeE
     """A token with a broken embedding ruins only its own request, not its neighbours or the next user of its blocks."""
     engine = make_engine(num_blocks=12, max_num_seqs=3)
     poison = 200
-    engine._runner.model.get_input_embeddings().weight.data[poison] = float("nan")  # type: ignore[attr-defined]
+    engine.runner.model.get_input_embeddings().weight.data[poison] = float("nan")  # type: ignore[attr-defined]
     clean = {f"r{i}": prompt(30, i) % poison for i in range(3)}
     broken = np.append(prompt(29) % poison, poison)
     got = run_all(engine, [request("bad", broken, 5), *[request(name, ids, 20) for name, ids in clean.items()]])
@@ -277,7 +277,7 @@ def test_it_waits_for_no_other_prompt(make_engine: MakeEngine, checkpoints: dict
 
 def test_a_prompt_that_makes_no_numbers_fails_alone(make_engine: MakeEngine, checkpoints: dict[str, Path]) -> None:
     engine, poison = make_engine(), 200
-    engine._runner.model.get_input_embeddings().weight.data[poison] = float("nan")  # type: ignore[attr-defined]
+    engine.runner.model.get_input_embeddings().weight.data[poison] = float("nan")  # type: ignore[attr-defined]
     broken, fine = np.append(prompt(29) % poison, [poison, 3]), prompt(30, 1) % poison
     asked = [request("bad", broken, 0, prompt_logprobs=1), request("good", fine, 1, prompt_logprobs=1)]
     got = run_all(engine, asked)
@@ -310,7 +310,7 @@ def test_what_a_model_does_after_its_output_layer_counts(tmp_path: Path, engines
 def test_few_rows_of_logits_exist_at_once(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a thousand tokens times the vocabulary would not fit beside a pool that fills the memory."""
     engine = make_engine(num_blocks=128, max_num_batched_tokens=1024, max_num_seqs=4)
-    model, widths = engine._runner.model, []  # type: ignore[attr-defined]
+    model, widths = engine.runner.model, []  # type: ignore[attr-defined]
     hook = model.get_output_embeddings().register_forward_hook(lambda _, __, output: widths.append(output.shape[1]))
     run_all(engine, [request("r", prompt(1000), 1, prompt_logprobs=1)])
     hook.remove()

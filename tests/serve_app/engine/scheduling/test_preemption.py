@@ -79,7 +79,7 @@ class Stepped:
         self.check()
 
     def check(self) -> None:
-        scheduler, cache = self.engine._scheduler, self.engine._cache
+        scheduler, cache = self.engine.scheduler, self.engine.cache
         self.preemptions.update(sequence.request.request_id for sequence in scheduler.preempted)
         pool = cache.pool
         assert pool.free_blocks + pool.idle_blocks + pool.used_blocks == self.settings.num_blocks
@@ -104,7 +104,7 @@ class Stepped:
         coming = sorted(enumerate(workload), key=lambda item: item[1].step)
         cancels: dict[int, list[str]] = {}
         for step in range(20_000):
-            while coming and (coming[0][1].step <= step or not len(self.engine._scheduler.running)):
+            while coming and (coming[0][1].step <= step or not len(self.engine.scheduler.running)):
                 number, wish = coming.pop(0)
                 ids = np.append(prompt(60, wish.base)[: wish.shared], prompt(wish.own, 100 + number))
                 scope = PrefixScope("tiny", wish.lora)
@@ -160,11 +160,11 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
             assert told == (bench.ids[name][1:] if wish.told else []), "each token of the prompt is told of once"
             assert not (wish.told and bench.collector.cached[name])
     engine = bench.engine
-    scheduler, cache = engine._scheduler, engine._cache
+    scheduler, cache = engine.scheduler, engine.cache
     assert len(scheduler.running) == len(scheduler.waiting) == scheduler.reserved_blocks == 0
     assert cache.pool.used_blocks == cache.pins.blocks
     assert sample(engine, "warmpath_num_preemptions_total") == bench.preemptions.total()
-    assert not any(engine._runner.adapters._running.values()), "every slot was given back"
+    assert not any(engine.runner.adapters._running.values()), "every slot was given back"
     stored = [bench.ids[f"r{n}"] + expected[f"r{n}"] for n, wish in enumerate(workload) if wish.stores]
     prefixes: dict[int, list[int]] = {}
     for entry in cache.index:
@@ -205,7 +205,7 @@ def test_recomputing_reuses_blocks_still_cached() -> None:
         bench.engine.submit(request(f"r{number}", row, 120, seed=number), bench.collector)
     while not bench.preemptions:
         bench.step()
-    (victim,) = bench.engine._scheduler.waiting
+    (victim,) = bench.engine.scheduler.waiting
     assert victim.request.request_id == "r1", "the later one"
     assert victim.generated_tokens >= RESERVED_TOKENS
     assert victim.cached_blocks_hint == (victim.length - 1) // BLOCK

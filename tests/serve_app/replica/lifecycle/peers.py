@@ -48,7 +48,7 @@ def make_engine(num_blocks: int = 64, *, model: str = "m", pins: int = 0, **sett
 
 def fill(engine: TorchEngine, ids: Sequence[int], *, scope: PrefixScope = SCOPE, tenant: str = "default") -> list[int]:
     """Cache a prompt as an ended request would; return its full blocks."""
-    cache, array = engine._cache, np.array(ids, dtype=np.int32)
+    cache, array = engine.cache, np.array(ids, dtype=np.int32)
     root = scope.private.root(SECRET)
     if scope.public_blocks:
         root = scope.public.root(SECRET) + root

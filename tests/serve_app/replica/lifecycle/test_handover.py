@@ -70,8 +70,8 @@ def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
     assert new <= {block_hash for _, block_hash in local.sent}
     assert receipt.bytes == receipt.blocks.total() * BLOCK_BYTES
     assert receipt.skipped.total() == receipt.skipped["held_by_peer"] == len(hashes(leaving) & union)
-    assert leaving._cache.pool.used_blocks == 0
-    assert all(engine._cache.pool.used_blocks == 0 for engine in local.engines.values())
+    assert leaving.cache.pool.used_blocks == 0
+    assert all(engine.cache.pool.used_blocks == 0 for engine in local.engines.values())
     assert sum(meters.taken_blocks.total() for meters in local.meters.values()) == receipt.blocks.total()
 
 
@@ -84,7 +84,7 @@ def test_small_peers_take_fitting_blocks_and_the_rest_is_counted(mine: list[list
     union = frozenset().union(*map(hashes, local.engines.values()))
     assert len(union) + receipt.skipped.total() == len(hashes(leaving))
     assert set(receipt.skipped) <= {"no_room"}
-    assert all(engine._cache.evicted_blocks == 0 for engine in local.engines.values())
+    assert all(engine.cache.evicted_blocks == 0 for engine in local.engines.values())
     if receipt.skipped and len(sizes) == 1:
         assert len(union) == sizes[0]
 
@@ -97,7 +97,7 @@ def test_the_hottest_goes_first_and_evicts_only_colder_blocks() -> None:
     now_s = [0.0]
     peer, leaving = make_engine(10), make_engine()
     for made in (peer, leaving):
-        made._cache._clock = made._cache.quota._clock = made.transfer.clock = lambda: now_s[0]
+        made.cache.clock = made.cache.quota.clock = made.transfer.clock = lambda: now_s[0]
     fill(peer, [5] * 20)
     now_s[0] += 5 * HEAT_MEMORY_S
     fill(peer, [6] * 20)
@@ -108,7 +108,7 @@ def test_the_hottest_goes_first_and_evicts_only_colder_blocks() -> None:
     warm = hashes(peer) - hashes(filled([5] * 20))
     receipt = run(Local({"peer": peer}), leaving)
     assert hashes(peer) == warm | hashes(filled([1] * 21)), "the peer's warm blocks stay"
-    assert peer._cache.evicted_blocks == 5
+    assert peer.cache.evicted_blocks == 5
     assert receipt.skipped == {"no_room": 5}
 
 
@@ -117,29 +117,29 @@ def test_a_save_stays_a_save_with_its_owner_and_its_time() -> None:
     leaving, first, second = (make_engine(pins=40) for _ in range(3))
     ids = [1] * 40
     blocks = fill(leaving, ids, tenant="a")
-    leaving._cache.pin(b"with an end", blocks[:5], 100.0, tenant="a", unread_s=30.0)
-    leaving._cache.pin(b"without", blocks, None, tenant="b")
+    leaving.cache.pin(b"with an end", blocks[:5], 100.0, tenant="a", unread_s=30.0)
+    leaving.cache.pin(b"without", blocks, None, tenant="b")
     fill(first, ids)
     for source, target in ((leaving, first), (first, second)):
         local = Local({"peer": target})
         receipt = run(local, source, [])
         assert (receipt.saves, receipt.saves_lost) == (2, 0)
-        pins = {pin.key: pin for pin in target._cache.pins.soonest_first()}
+        pins = {pin.key: pin for pin in target.cache.pins.soonest_first()}
         assert {key: (pin.tenant, len(pin.blocks), pin.ttl_s) for key, pin in pins.items()} == {
             b"with an end": ("a", 5, 100.0),
             b"without": ("b", 10, None),
         }
-        assert 60.0 < pins[b"with an end"].expires_s - target._cache._clock() <= 70.0
+        assert 60.0 < pins[b"with an end"].expires_s - target.cache.clock() <= 70.0
         assert pins[b"without"].expires_s == math.inf
 
 
 def test_a_save_goes_to_a_peer_with_space_in_its_budget() -> None:
     """A peer that cannot pin it is skipped; if none can, it counts as lost, but its blocks are still sent."""
     leaving = make_engine(pins=40)
-    leaving._cache.pin(b"key", fill(leaving, [1] * 40), None)
+    leaving.cache.pin(b"key", fill(leaving, [1] * 40), None)
     local = Local({"a": make_engine(pins=5), "b": make_engine(pins=20)})
     assert run(local, leaving).saves == 1
-    assert list(local.engines["b"]._cache.pins) == [b"key"]
+    assert list(local.engines["b"].cache.pins) == [b"key"]
     local = Local({"a": make_engine(pins=5)})
     receipt = run(local, leaving)
     assert (receipt.saves, receipt.saves_lost) == (0, 1)
@@ -150,8 +150,8 @@ def test_a_save_goes_to_a_peer_with_space_in_its_budget() -> None:
 def test_a_target_that_dies_is_replaced_by_the_next(answers: int) -> None:
     """All blocks that it had taken are on the living peer."""
     leaving = filled([0] * 40, [1] * 40)
-    leaving._cache.pins.budget_blocks = 64
-    leaving._cache.pin(b"key", fill(leaving, [2] * 12), None)
+    leaving.cache.pins.budget_blocks = 64
+    leaving.cache.pin(b"key", fill(leaving, [2] * 12), None)
     local = Local({"dies": make_engine(), "lives": make_engine(pins=30)}, {"dies": answers})
     receipt = run(local, leaving)
     alone = Local({"dies": make_engine()}, {"dies": answers})
@@ -273,7 +273,7 @@ def test_tenants_shares_hold_at_the_receiver() -> None:
             fill(leaving, [token] * 16, scope=replace(SCOPE, salt=b"a"), tenant="a")
     fill(leaving, [9] * 16, scope=replace(SCOPE, public_blocks=2), tenant="a")
     run(Local({"peer": peer}), leaving)
-    held = peer._cache.quota.holdings()
+    held = peer.cache.quota.holdings()
     assert held["b"] >= 6, held
     assert held["(public)"] == 2
 

@@ -66,20 +66,20 @@ async def test_one_that_returns_says_so_and_hands_its_saves_over_again_when_it_l
     """The peer's pin from the first time may have expired in the meantime."""
     engine, peer = make_engine(pins=40), make_engine(pins=40)
     fill(peer, [1] * 40)
-    engine._cache.pin(b"key", fill(engine, [1] * 40), None)
+    engine.cache.pin(b"key", fill(engine, [1] * 40), None)
     stage = Stage(monkeypatch, engine, Local({"peer": peer}))
     mine = stage.open()
     stage.running.heard(["me", "peer"])
     await let_others_run()
     stage.running.heard(["peer"])
     assert await stage.said() == "running"
-    assert list(peer._cache.pins) == [b"key"]
+    assert list(peer.cache.pins) == [b"key"]
     stage.running.heard(["me", "peer"])
     assert await stage.said() == "returned"
-    peer._cache.unpin(b"key")
+    peer.cache.unpin(b"key")
     await mine.finish()
     assert (await stage.said(), await stage.said()) == ("running", "done")
-    assert list(peer._cache.pins) == [b"key"]
+    assert list(peer.cache.pins) == [b"key"]
 
 
 async def test_the_last_notice_says_that_it_is_over_though_no_peer_answered(monkeypatch: pytest.MonkeyPatch) -> None:

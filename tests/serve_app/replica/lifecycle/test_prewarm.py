@@ -59,8 +59,8 @@ def test_a_plan_keeps_to_its_budget_and_order(held: list[list[list[int]]], most_
         engine = filled(*prompts)
         if prompts:
             blocks = fill(engine, prompts[0])
-            engine._cache.pins.budget_blocks = 64
-            engine._cache.pin(b"save", blocks)
+            engine.cache.pins.budget_blocks = 64
+            engine.cache.pin(b"save", blocks)
         offers[f"peer {number}"] = engine.transfer.hot_prefixes()
     pieces = plan(offers, most_blocks)
     everything = {one: [] for hot in offers.values() for run in hot.runs for one in split_chain(run.hashes)}
@@ -110,7 +110,7 @@ def test_planned_blocks_arrive(held: list[list[list[int]]], most_blocks: int) ->
     assert receipt.bytes == len(hashes(new)) * BLOCK_BYTES
     assert not receipt.skipped
     assert receipt.state == "done"
-    assert new._cache.pool.used_blocks == 0
+    assert new.cache.pool.used_blocks == 0
     assert {name: hashes(engine) for name, engine in local.engines.items()} == before
     assert all(wanted.most_blocks <= PIECE_BLOCKS and not wanted.demote for _, wanted in local.asked)
 
@@ -178,10 +178,10 @@ def test_another_model_gives_nothing_and_a_full_pool_takes_only_fitting_blocks()
     assert receipt.skipped == {"refused": 10}
     local, small = Local({"peer": filled([0] * 40)}), make_engine(7)
     assert run(local, small).blocks.total() == 7
-    assert small._cache.evicted_blocks == 0
+    assert small.cache.evicted_blocks == 0
     half_full = filled([9] * 16, blocks=7)
     receipt = run(local, half_full)
-    assert (receipt.blocks.total(), half_full._cache.evicted_blocks) == (3, 0), "its own blocks stay"
+    assert (receipt.blocks.total(), half_full.cache.evicted_blocks) == (3, 0), "its own blocks stay"
     assert receipt.skipped["no_room"] == 0, "blocks without space are not requested"
 
 
@@ -192,7 +192,7 @@ def test_arriving_blocks_are_on_their_tenants_accounts() -> None:
     fill(local.engines["peer"], [1] * 20, scope=replace(SCOPE, salt=b"other"), tenant="b")
     new = make_engine(tenant_shares={"a": 1.0, "b": 1.0})
     receipt = run(local, new)
-    assert new._cache.quota.holdings() == {"(public)": 3, "a": 7, "b": 5}
+    assert new.cache.quota.holdings() == {"(public)": 3, "a": 7, "b": 5}
     assert receipt.blocks == {"public": 3, "prefix": 12}
     assert len(fill(new, [1] * 20, tenant="a")) == 5
     assert len(hashes(new)) == 20
