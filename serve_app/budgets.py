@@ -4,6 +4,10 @@ A tenant's row of a period, in the database of responses, has entries of each co
 it has spent, and what it holds for requests under way, which lapses when it dies. A request is let in once the row says
 that it is held, or while what the row does not say yet is a thousandth of the budget: so all ingresses together spend
 at most one request and that part for each of them too much. Without the database, each may use its share of the rest.
+
+Tokens are counted once, by ``usage.Ledger``, which gives each count to the budgets. The two keep it apart: usage stays
+with its ingress (by model and prompt, priced when it is read, written when there is time), while a budget is of all
+ingresses, priced when it is spent, and written before further requests are let in.
 """
 
 import asyncio
@@ -31,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 LOOK_S, LOOK_PART = 1.0, Decimal("0.001")
 """An ingress looks at a row after this time, or before more than this part of the budget is not in it."""
-WAIT_S, TOLD_S = 1.0, 5.0
+WAIT_S, REPORT_S = 1.0, 5.0
 """How long a request, and a report of all budgets, waits for looks."""
 AWAY_S = 5.0
 """After a failed look the next one begins so much later, and no request waits for it."""
 LOOKS = 8
 """Looks at once, so that a database that hangs leaves threads to others."""
-HELD_S = 30
+RESERVED_S = 30
 """What is held lapses so long after its ingress wrote it last; one that lives writes it again in time."""
 KEPT = timedelta(days=40)
 ENDED = timedelta(days=1)
@@ -50,9 +54,9 @@ _NONE = Decimal()
 class _Spent:
     """One counter: a period of a tenant in this ingress.
 
-    ``own``: spent here; ``granted``: held for requests that were let in; ``asked``: for those that wait for a look.
-    At the last look the row had ``written`` and ``held`` of these; all other counters had spent ``others``, and held
-    ``others_held``.
+    ``own``: spent here; ``granted``: held for requests that were let in; ``waiting``: for those that wait for a look.
+    At the last look the row had ``written`` and ``reserved`` of these; all other counters had spent ``others``,
+    and reserved ``others_reserved``.
     """
 
     tenant: str
@@ -61,12 +65,12 @@ class _Spent:
     key: str = field(default_factory=lambda: secrets.token_hex(8))
     own: Decimal = _NONE
     granted: Decimal = _NONE
-    asked: Decimal = _NONE
+    waiting: Decimal = _NONE
     written: Decimal = _NONE
-    held: Decimal = _NONE
-    held_until_s: float = inf
+    reserved: Decimal = _NONE
+    reserved_until_s: float = inf
     others: Decimal = _NONE
-    others_held: Decimal = _NONE
+    others_reserved: Decimal = _NONE
     looked_s: float = -inf
     began_s: float = -inf
     reached: bool = True
@@ -85,17 +89,19 @@ class _Spent:
     @property
     def taken(self) -> Decimal:
         """What is spent or held for requests that were let in."""
-        return self.used + self.others_held + self.granted
+        return self.used + self.others_reserved + self.granted
 
     @property
     def unwritten(self) -> Decimal:
         """What is spent here, or held for requests that were let in, and not in the row."""
-        return self.own + self.granted - self.written - self.held
+        return self.own + self.granted - self.written - self.reserved
 
     def changed(self, now_s: float) -> bool:
         """Return whether the row is to be written."""
-        here = self.own, self.granted + self.asked
-        return here != (self.written, self.held) or bool(self.held and self.held_until_s - now_s < HELD_S / 2)
+        here = self.own, self.granted + self.waiting
+        return here != (self.written, self.reserved) or bool(
+            self.reserved and self.reserved_until_s - now_s < RESERVED_S / 2
+        )
 
 
 class Budgets:
@@ -145,10 +151,7 @@ class Budgets:
         budget = self._budgets.get(key.tenant)
         if budget is None:
             return
-        if budget.tokens is not None:
-            amount = Decimal(counts.prompt_tokens + counts.output_tokens)
-        else:
-            amount = cost_of(counts, self.prices.get(key.model))
+        amount = self._amount(budget, key.model, counts, cost_of)
         for period in _ENDS:
             self._of(key.tenant, budget, period).own += amount
 
@@ -160,19 +163,16 @@ class Budgets:
         tenant = allowance.config
         if tenant is None or (budget := self._budgets.get(tenant.name)) is None or not budget.hard:
             return
-        if budget.tokens is not None:
-            amount = Decimal(allowance.prompt_tokens + allowance.output_tokens)
-        else:
-            price = self.prices.get(allowance.model)
-            amount = most_cost(allowance.prompt_tokens, allowance.output_tokens, price)
+        most = Counts(prompt_tokens=allowance.prompt_tokens, output_tokens=allowance.output_tokens)
+        amount = self._amount(budget, allowance.model, most, most_cost)
         spent = self._of(tenant.name, budget, budget.period)
-        spent.asked += amount
+        spent.waiting += amount
         try:
             await self._looked(spent, budget)
             self._refuse(spent, budget)
             spent.granted += amount
         finally:
-            spent.asked -= amount
+            spent.waiting -= amount
 
         def give_back() -> None:
             spent.granted -= amount
@@ -181,15 +181,15 @@ class Budgets:
 
     async def told(self, tenant: str | None) -> list[dict[str, Any]]:
         """Return the budgets of one tenant, or (None) all, and how much of them is used, as far as it is known."""
-        found = [
+        rows = [
             (name, budget, self._of(name, budget, budget.period))
             for name, budget in self._budgets.items()
             if tenant in (None, name)
         ]
-        looks = [self._begin_look(spent) for _, budget, spent in found if self._due(spent, budget)]
+        looks = [self._begin_look(spent) for _, budget, spent in rows if self._due(spent, budget)]
         if looks:
-            await asyncio.wait(looks, timeout=TOLD_S)
-        return [self._told(name, budget, spent) for name, budget, spent in found]
+            await asyncio.wait(looks, timeout=REPORT_S)
+        return [self._report(name, budget, spent) for name, budget, spent in rows]
 
     def samples(self) -> Iterator[Sample]:
         """Yield the used part of each budget, as of the last look."""
@@ -206,7 +206,7 @@ class Budgets:
                 await asyncio.wait([look])
                 if not look.result():
                     return
-            elif spent.ends < ended and not (spent.granted or spent.asked or spent.look):
+            elif spent.ends < ended and not (spent.granted or spent.waiting or spent.look):
                 del self._spent[place]
 
     async def _write(self) -> None:
@@ -214,9 +214,15 @@ class Budgets:
             await asyncio.sleep(LOOK_S)
             await self.flush()
 
+    def _amount(
+        self, budget: BudgetConfig, model: str, counts: Counts, cost: Callable[[Counts, PriceConfig | None], Decimal]
+    ) -> Decimal:
+        """Return so many tokens in the unit of a budget."""
+        return Decimal(counts.tokens) if budget.tokens is not None else cost(counts, self.prices.get(model))
+
     def _refuse(self, spent: _Spent, budget: BudgetConfig) -> None:
         """Raise RateLimited for a request that asks for more than is left."""
-        most, used = budget.shown(budget.most), budget.shown(spent.used)
+        most, used = budget.formatted(budget.most), budget.formatted(spent.used)
         reason = LimitReason("ingress", "budget", int(spent.used), int(budget.most))
         if spent.used >= budget.most:
             raise BudgetSpent(
@@ -232,7 +238,7 @@ class Budgets:
                 retry_after_s=1.0,
                 reason=reason,
             )
-        left = budget.most - spent.total - spent.others_held - spent.held
+        left = budget.most - spent.total - spent.others_reserved - spent.reserved
         if spent.unwritten > LOOK_PART * budget.most and spent.unwritten >= left / self._ingresses:
             raise RateLimited(
                 f"This server's part of what is left of your budget of {most} a {budget.period} is used, and it cannot "
@@ -241,7 +247,7 @@ class Budgets:
                 reason=reason,
             )
 
-    def _told(self, name: str, budget: BudgetConfig, spent: _Spent) -> dict[str, Any]:
+    def _report(self, name: str, budget: BudgetConfig, spent: _Spent) -> dict[str, Any]:
         number = int if budget.tokens is not None else float
         return {
             "tenant": name,
@@ -271,7 +277,7 @@ class Budgets:
     def _due(self, spent: _Spent, budget: BudgetConfig) -> bool:
         if not spent.reached:
             return self._clock() - spent.looked_s >= AWAY_S
-        return spent.unwritten + spent.asked > LOOK_PART * budget.most or self._clock() - spent.looked_s >= LOOK_S
+        return spent.unwritten + spent.waiting > LOOK_PART * budget.most or self._clock() - spent.looked_s >= LOOK_S
 
     async def _looked(self, spent: _Spent, budget: BudgetConfig) -> None:
         """Wait until the row has what is spent and asked here, and has told what others have; or as long as may be."""
@@ -299,16 +305,16 @@ class Budgets:
         try:
             async with self._turns:
                 now_s = self._now_s()
-                own, held, until_s = spent.own, spent.granted + spent.asked, now_s + HELD_S
-                row = _Row(spent.key, own, held, until_s, now_s)
+                own, reserved, until_s = spent.own, spent.granted + spent.waiting, now_s + RESERVED_S
+                row = _Row(spent.key, own, reserved, until_s, now_s)
                 data = None if spent.changed(now_s) else await self._objects.get(*place)
                 if data is None or not row.has(data):
                     while not await self._objects.change(*place, row.written):
                         first = row.written(b"{}")
                         if await self._objects.insert(*place, first, (spent.ends + KEPT).timestamp()):
                             break
-                    spent.written, spent.held, spent.held_until_s = own, held, until_s
-            spent.others, spent.others_held, spent.reached = row.others, row.others_held, True
+                    spent.written, spent.reserved, spent.reserved_until_s = own, reserved, until_s
+            spent.others, spent.others_reserved, spent.reached = row.others, row.others_reserved, True
         except (WarmpathError, msgspec.MsgspecError, ArithmeticError, ValueError) as error:
             if spent.reached:
                 logger.warning("the budget of %s is counted by this ingress alone for now: %s", spent.tenant, error)
@@ -323,12 +329,12 @@ class Budgets:
 class _Row:
     """What one counter writes into its row, and reads of the others. An amount that is held says until when."""
 
-    def __init__(self, key: str, own: Decimal, held: Decimal, until_s: float, now_s: float) -> None:
+    def __init__(self, key: str, own: Decimal, reserved: Decimal, until_s: float, now_s: float) -> None:
         self._key, self._now_s = key, now_s
         self._entries = {key: str(own)}
-        if held:
-            self._entries[f"{_HELD} {key} {until_s:.0f}"] = str(held)
-        self.others = self.others_held = _NONE
+        if reserved:
+            self._entries[f"{_RESERVED} {key} {until_s:.0f}"] = str(reserved)
+        self.others = self.others_reserved = _NONE
 
     def has(self, data: bytes) -> bool:
         """Read the others, and return whether the row has this counter."""
@@ -342,21 +348,21 @@ class _Row:
     def _read(self, data: bytes) -> dict[str, str]:
         """Return the entries that hold: not of what was held by this counter, or by those that died."""
         entries: dict[str, str] = {}
-        self.others = self.others_held = _NONE
+        self.others = self.others_reserved = _NONE
         for name, value in msgspec.json.decode(data, type=dict[str, str]).items():
             amount = Decimal(value)
-            if name.startswith(_HELD):
+            if name.startswith(_RESERVED):
                 _, key, until_s = name.split(" ")
                 if key == self._key or float(until_s) < self._now_s:
                     continue
-                self.others_held += amount
+                self.others_reserved += amount
             elif name != self._key:
                 self.others += amount
             entries[name] = value
         return entries
 
 
-_HELD = "held"
+_RESERVED = "held"
 
 
 def _end_of_day(now: datetime) -> datetime:

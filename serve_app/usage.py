@@ -62,6 +62,11 @@ class Counts(NamedTuple):
         return Counts(*map(operator.add, self, other))
 
     @property
+    def tokens(self) -> int:
+        """All tokens, of prompts and answers."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
     def uncached_tokens(self) -> int:
         """Prompt tokens neither read from the cache nor written to it."""
         return self.prompt_tokens - self.cached_tokens - self.written_tokens
@@ -205,12 +210,12 @@ def merged(readings: Iterable[tuple[str, UsageRows]]) -> UsageRows:
     """Merge the rows of several ledgers. Readings with one file id are of the same counters."""
     files: dict[str, dict[UsageKey, Counts]] = {}
     for file_id, rows in readings:
-        known = files.setdefault(file_id, {})
+        latest = files.setdefault(file_id, {})
         for key, counts in rows:  # counters grow, but for rare corrections, so the maximum is the latest reading
-            known[key] = Counts(*map(max, known.get(key, Counts()), counts))
+            latest[key] = Counts(*map(max, latest.get(key, Counts()), counts))
     total: dict[UsageKey, Counts] = {}
-    for known in files.values():
-        for key, counts in known.items():
+    for latest in files.values():
+        for key, counts in latest.items():
             total[key] = total.get(key, Counts()).plus(counts)
     return sorted(total.items())
 
@@ -228,12 +233,12 @@ def cost_of(counts: Counts, price: PriceConfig | None) -> Decimal:
     return sum(parts, Decimal()) / _PRICED_TOKENS
 
 
-def most_cost(prompt_tokens: int, output_tokens: int, price: PriceConfig | None) -> Decimal:
-    """Return the most that a request of so many tokens may cost; without a price, nothing."""
+def most_cost(counts: Counts, price: PriceConfig | None) -> Decimal:
+    """Return the most that so many tokens may cost, however much is cached; without a price, nothing."""
     if price is None:
         return Decimal()
-    prompt = prompt_tokens * max(price.input, price.read, price.written)
-    return (prompt + output_tokens * price.output) / _PRICED_TOKENS
+    prompt = counts.prompt_tokens * max(price.input, price.read, price.written)
+    return (prompt + counts.output_tokens * price.output) / _PRICED_TOKENS
 
 
 def saved_by_cache(counts: Counts, price: PriceConfig | None) -> Decimal:
@@ -248,7 +253,7 @@ def usage_document(
 ) -> dict[str, Any]:
     """Return the body of ``/v1/usage``, by ``prices`` of models and adapters with money, exact to twelve digits."""
     data = [_row(key, counts, prices or {}) for key, counts in rows]
-    total: dict[str, Any] = dict(_shown(reduce(Counts.plus, (counts for _, counts in rows), Counts())))
+    total: dict[str, Any] = dict(_columns(reduce(Counts.plus, (counts for _, counts in rows), Counts())))
     for name in ("cost", "saved") if prices else ():
         total[name] = float(sum((row[name] for row in data), Decimal()))
     return {
@@ -272,7 +277,7 @@ def usage_csv(rows: UsageRows, prices: Mapping[str, PriceConfig] | None = None) 
 
 def _row(key: UsageKey, counts: Counts, prices: Mapping[str, PriceConfig]) -> dict[str, Any]:
     """Return a row of usage; with prices, also what it cost, and what the cache saved of it."""
-    row: dict[str, Any] = {**key._asdict(), **_shown(counts)}
+    row: dict[str, Any] = {**key._asdict(), **_columns(counts)}
     if prices:
         price = prices.get(key.model)
         row["cost"], row["saved"] = cost_of(counts, price), saved_by_cache(counts, price)
@@ -284,7 +289,7 @@ def _as_json(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: float(value) if isinstance(value, Decimal) else value for name, value in row.items()}
 
 
-def _shown(counts: Counts) -> dict[str, int]:
+def _columns(counts: Counts) -> dict[str, int]:
     return {**counts._asdict(), "uncached_tokens": counts.uncached_tokens}
 
 
@@ -309,8 +314,8 @@ class Ledgers:
 
     async def everywhere(self, first_day: str, last_day: str, tenant: str | None) -> UsageRows:
         """Return the rows of all ingresses."""
-        asked = first_day, last_day, tenant
-        return merged(await self._ingresses("usage", *asked) or [await self.here(*asked)])
+        query = first_day, last_day, tenant
+        return merged(await self._ingresses("usage", *query) or [await self.here(*query)])
 
     async def flush(self) -> None:
         """Write the counts to the file."""

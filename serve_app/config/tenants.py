@@ -80,7 +80,7 @@ class BudgetConfig(BaseModel):
         """The amount."""
         return Decimal(self.tokens) if self.tokens is not None else self.money or Decimal()
 
-    def shown(self, amount: Decimal) -> str:
+    def formatted(self, amount: Decimal) -> str:
         """Return an amount for a sentence."""
         return f"{amount:,} tokens" if self.tokens is not None else f"{amount:,.2f}"
 

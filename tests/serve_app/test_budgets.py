@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app import budgets as budgets_module
-from serve_app.budgets import HELD_S, LOOKS, Budgets
+from serve_app.budgets import LOOKS, RESERVED_S, Budgets
 from serve_app.config.live import BadSettings, app_config
 from serve_app.config.tenants import PriceConfig, TenantConfig
 from serve_app.errors import BudgetSpent, Overloaded, RateLimited
@@ -121,11 +121,11 @@ def test_what_a_request_did_not_use_is_free_again(tmp_path: Path) -> None:
         again = asking(config, 10, 990)
         await other.check(again, ())
         for _ in range(4):  # it lives, so nothing of it lapses
-            now[0] += HELD_S / 2 + 1
+            now[0] += RESERVED_S / 2 + 1
             await other.flush()
             with pytest.raises(RateLimited, match="under way"):
                 await first.check(asking(config, 1, 1), ())
-        now[0] += HELD_S + 1  # it does not any more
+        now[0] += RESERVED_S + 1  # it does not any more
         await first.check(asking(config, 10, 990), ())
         assert await used(first) == 0
 
@@ -177,7 +177,7 @@ def test_four_ingresses_spend_one_budget_and_a_kill_loses_little(tmp_path: Path,
         async def pass_time() -> None:
             while True:
                 await asyncio.sleep(0.05)
-                now[0] += HELD_S / 4
+                now[0] += RESERVED_S / 4
                 for budgets in list(ingresses):
                     await budgets.flush()
 
@@ -450,7 +450,7 @@ class Away:
 def test_no_request_waits_for_a_database_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 2,000 tenants only some ask it at once, others' threads stay free, and all of them are told."""
     monkeypatch.setattr(budgets_module, "WAIT_S", 0.01)
-    monkeypatch.setattr(budgets_module, "TOLD_S", 0.01)
+    monkeypatch.setattr(budgets_module, "REPORT_S", 0.01)
     names = [f"t{number}" for number in range(2000)]
     configs = [tenant(tokens=1000).model_copy(update={"name": name}) for name in names]
     asked = 0
@@ -524,8 +524,9 @@ def test_the_most_that_a_request_may_cost_is_no_less_than_what_it_costs(prompt: 
                         write=data.draw(st.none() | money))  # fmt: skip
     most = data.draw(st.integers(0, 10**6))
     counts = Counts(1, 1, prompt, cached, written, data.draw(st.integers(0, most)))
-    assert cost_of(counts, price) <= most_cost(prompt, most, price)
-    assert most_cost(prompt, most, None) == 0
+    bound = Counts(prompt_tokens=prompt, output_tokens=most)
+    assert cost_of(counts, price) <= most_cost(bound, price)
+    assert most_cost(bound, None) == 0
 
 
 def test_a_soft_budget_refuses_nothing_and_others_have_none(tmp_path: Path) -> None:
