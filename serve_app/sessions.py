@@ -120,8 +120,8 @@ class _Tenant:
     hold_s: float = FIRST_HOLD_S
     worth: float = WORTH
     live: dict[Session, tuple[float, int]] = field(default_factory=dict)
-    """The live sessions: until when, and the tokens that ``held_tokens`` counts for each."""
-    held_tokens: int = 0
+    """The live sessions: until when, and the tokens that ``live_tokens`` counts for each."""
+    live_tokens: int = 0
     ends: list[tuple[float, int, Session]] = field(default_factory=list)
     """A heap of the ends of paused sessions, with outdated ones."""
     moved: bool = False
@@ -131,13 +131,13 @@ class _Tenant:
         """Return the session that a prompt continues, None for a new one, and the number of their common blocks."""
         # One comparison for each session excludes nearly all of them.
         near = [other for other in self.sessions for mark in other.marks[-1:] if _has(chain, *mark)]
-        found = [(other.common_blocks(chain, name), other) for other in near]
-        common, session = max(found, key=lambda pair: pair[0], default=(0, None))
+        matches = [(other.common_blocks(chain, name), other) for other in near]
+        common, session = max(matches, key=lambda pair: pair[0], default=(0, None))
         return common, session if common else None
 
     def drop(self, session: Session) -> None:
         _, tokens = self.live.pop(session, (0.0, 0))
-        self.held_tokens -= tokens
+        self.live_tokens -= tokens
 
     def next_end_s(self) -> float:
         while self.ends:
@@ -270,10 +270,10 @@ class Sessions:
         One whose request runs ends with that.
         """
         own = self._tenants.get(tenant, _Tenant())
-        wanted = {*names} - {""}
+        closed = {*names} - {""}
         for _ in range(MOST_GENERATIONS):
-            wanted |= {session.name for session in own.sessions if session.parent in wanted} - {""}
-        named = [session for session in own.sessions if session.name in wanted or session.parent in wanted]
+            closed |= {session.name for session in own.sessions if session.parent in closed} - {""}
+        named = [session for session in own.sessions if session.name in closed or session.parent in closed]
         for session in named:
             session.closing = bool(session.running)
             if not session.closing:
@@ -322,8 +322,8 @@ class Sessions:
     def live_until_s(self, session: Session, pace: float) -> float:
         """Return the time until which a session is live; infinite while one of its requests runs."""
         own = self._tenants[session.tenant]
-        held_s = 0.0 if session.left else min(own.hold_s, own.worth * session.own_tokens / pace)
-        return inf if session.running else session.used_s + held_s
+        idle_s = 0.0 if session.left else min(own.hold_s, own.worth * session.own_tokens / pace)
+        return inf if session.running else session.used_s + idle_s
 
     def held(self) -> Counter[str]:
         """Return the own tokens of the sessions that run or will soon return, by tenant with such sessions.
@@ -331,7 +331,7 @@ class Sessions:
         Sessions that wait for their start hold none.
         """
         self._settle()
-        return Counter({tenant: self._tenants[tenant].held_tokens for tenant in self._live})
+        return Counter({tenant: self._tenants[tenant].live_tokens for tenant in self._live})
 
     def paused(self, tenant: str) -> list[tuple[Session, int]]:
         """Return a tenant's sessions that will soon return, with the tokens that ``held`` counts for each."""
@@ -414,7 +414,7 @@ class Sessions:
         session.left = not session.running and until_s <= self._clock()
         if until_s > self._clock():
             own.live[session] = until_s, session.own_tokens
-            own.held_tokens += session.own_tokens
+            own.live_tokens += session.own_tokens
             self._live.add(session.tenant)
             if until_s < inf:
                 heappush(own.ends, (until_s, next(self._numbers), session))
@@ -424,7 +424,7 @@ class Sessions:
     def _count_all(self, own: _Tenant) -> None:
         own.live.clear()
         own.ends.clear()
-        own.held_tokens, own.moved = 0, False
+        own.live_tokens, own.moved = 0, False
         for session in own.sessions:
             self._count(own, session)
 

@@ -179,16 +179,16 @@ class Tenants:
         self.refusal = refusal
         self.open = not configs and not refusal
         """Whether no tenant is configured. Every client then is the tenant ``default``."""
-        known = [(config, _tenant(config, aliases)) for config in configs]
+        resolved = [(config, _tenant(config, aliases)) for config in configs]
         self._keys = {
             (digest := bytes.fromhex(key.sha256)): _Key(
                 digest, tenant, key.expires.timestamp() if key.expires else None, key.revoked, config.disabled
             )
-            for config, tenant in known
+            for config, tenant in resolved
             for key in config.key_sha256
         }
         default = {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)} if self.open else {}
-        self._by_name = default or {tenant.name: tenant for config, tenant in known if not config.disabled}
+        self._by_name = default or {tenant.name: tenant for config, tenant in resolved if not config.disabled}
         self._lives = {name_of(config.name): config.name for config in configs}
         self._operator_keys = [bytes.fromhex(key) for key in operator_key_sha256]
 
@@ -209,8 +209,8 @@ class Tenants:
         if self.refusal:
             raise Overloaded(self.refusal, code="tenants_missing", retry_after_s=5)
         digest = _bearer_digest(authorization)
-        found = self._keys.get(digest)
-        if found is None or not hmac.compare_digest(found.digest, digest):
+        entry = self._keys.get(digest)
+        if entry is None or not hmac.compare_digest(entry.digest, digest):
             if self.is_operator(authorization):
                 raise AuthenticationFailed("An operator key cannot be used for this; send a tenant's key.")
             scheme, _, key = (authorization or "").strip().partition(" ")
@@ -220,14 +220,14 @@ class Tenants:
             elif scheme.lower() != "bearer":
                 wrong = "The Authorization header does not begin with `Bearer`; send the key"
             raise AuthenticationFailed(f"{wrong} as `Authorization: Bearer KEY`.")
-        if found.revoked:
+        if entry.revoked:
             raise AuthenticationFailed("This API key was revoked; use another one.")
-        if found.disabled:
+        if entry.disabled:
             raise AuthenticationFailed("The tenant of this API key is disabled; ask its operator.")
-        if found.expires_s is not None and found.expires_s <= self._now_s():
-            expired = datetime.fromtimestamp(found.expires_s, UTC).isoformat()
+        if entry.expires_s is not None and entry.expires_s <= self._now_s():
+            expired = datetime.fromtimestamp(entry.expires_s, UTC).isoformat()
             raise AuthenticationFailed(f"This API key expired at {expired}; use a newer one.")
-        return found.tenant
+        return entry.tenant
 
     @property
     def by_name(self) -> dict[str, Tenant]:
@@ -241,7 +241,7 @@ class Tenants:
     def is_operator(self, authorization: str | None) -> bool:
         """Return whether the header contains an operator key."""
         digest = _bearer_digest(authorization)
-        matches = [hmac.compare_digest(known, digest) for known in self._operator_keys]
+        matches = [hmac.compare_digest(operator, digest) for operator in self._operator_keys]
         return any(matches)
 
     @staticmethod

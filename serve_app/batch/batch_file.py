@@ -47,8 +47,8 @@ class BatchRequest(JsonBody):
     def parse_body(self, model: str, seed: int) -> GenerateRequest:
         """Return the body's request; ``model`` and ``seed`` are defaults. Raises InvalidRequest."""
         given = {name: value for name, value in self.body.items() if value is not None}
-        wanted = APIS[self.url][0](msgspec.json.encode({"model": model, **given}))
-        return wanted if wanted.seed is not None else replace(wanted, seed=seed)  # messages have no such field
+        request = APIS[self.url][0](msgspec.json.encode({"model": model, **given}))
+        return request if request.seed is not None else replace(request, seed=seed)  # messages have no such field
 
     def response(self, answer: ErrorAnswer, answer_id: str) -> dict[str, Any]:
         """Return the output's line."""

@@ -24,7 +24,7 @@ from serve_app.batch.batches import (
 )
 from serve_app.batch.files import File
 from serve_app.batch.lease import TICK_S, Lease, Lost, patient
-from serve_app.batch.lines import InputLine, asked, checked, lines_of
+from serve_app.batch.lines import InputLine, checked, lines_of, request_of
 from serve_app.batch.order import Group, LineRunner, grouped
 from serve_app.batch.results import anthropic_line, error_body, openai_line
 from serve_app.batch.turns import Turns
@@ -273,7 +273,7 @@ class BatchRun:
     async def _request(self, number: int) -> tuple[BatchRequest, bytes]:
         line = self.lines[number]
         raw = await self._batches.files.part(self.tenant, self._batch.content, line.start, line.length)
-        return await self._apart(len(raw), partial(asked, raw))
+        return await self._apart(len(raw), partial(request_of, raw))
 
     async def _apart(self, size: int, work: Callable[[], T]) -> T:
         """Return the result of what takes longer with more bytes, outside of the event loop if there are many."""

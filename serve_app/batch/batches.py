@@ -153,12 +153,12 @@ class Batches:
 
     async def open(self, tenant: str) -> list[OpenBatch]:
         """Return a tenant's batches that have not ended, also those of a newer release."""
-        found = []
+        rows = []
         for queued in await self.queue():
             if queued.tenant == tenant:
                 with suppress(ResponseDamaged, StoredByNewerRelease):
-                    found.append(await self.objects.read(tenant, BATCH, queued.batch_id, OpenBatch))
-        return [batch for batch in found if batch is not None and batch.status not in ENDED]
+                    rows.append(await self.objects.read(tenant, BATCH, queued.batch_id, OpenBatch))
+        return [batch for batch in rows if batch is not None and batch.status not in ENDED]
 
     async def room(self, tenant: str) -> int:
         """Return the bytes that are left to a tenant. If they are few, what nothing names any more is removed first."""
@@ -172,14 +172,14 @@ class Batches:
         """Remove the contents that a process which died has left behind."""
         since_s = self.objects.now_s() - ABANDONED_S
 
-        def abandoned(found: list[Content], _: bool) -> set[str]:
-            return {content.name for content in found if content.begun_s < since_s}
+        def abandoned(rows: list[Content], _: bool) -> set[str]:
+            return {content.name for content in rows if content.begun_s < since_s}
 
-        def named_by_files(found: list[File], whole: bool) -> set[str] | None:
-            return {file.content for file in found} if whole else None
+        def named_by_files(rows: list[File], whole: bool) -> set[str] | None:
+            return {file.content for file in rows} if whole else None
 
-        def named_by_batches(found: list[StoredBatch], whole: bool) -> set[str] | None:
-            return {name for batch in found for name in (batch.content, batch.results)} if whole else None
+        def named_by_batches(rows: list[StoredBatch], whole: bool) -> set[str] | None:
+            return {name for batch in rows for name in (batch.content, batch.results)} if whole else None
 
         old = await self.objects.read_all(tenant, CONTENT, Content, abandoned)
         if not old:
@@ -200,7 +200,7 @@ class Batches:
 
     async def listed(self, tenant: str, work: Callable[[list[StoredBatch]], R]) -> R:
         """Return what ``work`` makes of a tenant's batches, the newest first, in a thread."""
-        return await self.objects.read_all(tenant, BATCH, StoredBatch, lambda found, _: work(newest_first(found)))
+        return await self.objects.read_all(tenant, BATCH, StoredBatch, lambda rows, _: work(newest_first(rows)))
 
     async def change(self, tenant: str, batch_id: str, change: Callable[[StoredBatch], bool]) -> StoredBatch | None:
         """Change a batch and return it; None if it is gone, or ``change`` returns False.
@@ -247,8 +247,8 @@ class Batches:
     async def queue(self) -> list[QueuedBatch]:
         """Return the queued batches of all tenants, the oldest first. An entry that cannot be read is left out."""
 
-        def oldest_first(found: list[QueuedBatch], _: bool) -> list[QueuedBatch]:
-            return sorted(found, key=lambda one: one.created_at)
+        def oldest_first(rows: list[QueuedBatch], _: bool) -> list[QueuedBatch]:
+            return sorted(rows, key=lambda one: one.created_at)
 
         return await self.objects.read_all("", QUEUE, QueuedBatch, oldest_first)
 
@@ -264,8 +264,8 @@ class Batches:
 
     async def done(self, tenant: str, batch: StoredBatch) -> set[int]:
         """Return the numbers of the lines that have a result."""
-        found = await self.objects.named(tenant, _lines(batch), map(str, range(batch.total)))
-        return set(map(int, found))
+        numbers = await self.objects.named(tenant, _lines(batch), map(str, range(batch.total)))
+        return set(map(int, numbers))
 
     async def results(self, tenant: str, batch: StoredBatch) -> AsyncIterator[tuple[int, LineResult | None]]:
         """Yield each line's result in the order of the input; None: it was not asked for.
@@ -274,11 +274,11 @@ class Batches:
         """
         for number in range(batch.total):
             try:
-                found = await self.objects.read(tenant, _lines(batch), str(number), LineResult)
+                result = await self.objects.read(tenant, _lines(batch), str(number), LineResult)
             except (ResponseDamaged, StoredByNewerRelease):
                 logger.warning("the result of line %d of batch %s cannot be read", number + 1, batch.id)
-                found = UNREADABLE
-            yield number, found
+                result = UNREADABLE
+            yield number, result
 
 
 def _lines(batch: StoredBatch) -> str:

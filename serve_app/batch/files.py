@@ -59,7 +59,7 @@ ListPlace = tuple[int, str]
 """Of an object in a list: milliseconds since 1970, and its id."""
 
 
-def told_place(name: str) -> ListPlace | None:
+def place_in_name(name: str) -> ListPlace | None:
     """Return the place in lists that an id tells, None for one of an earlier release."""
     match = _MADE.fullmatch(name)
     return None if match is None else (int(match[1], 16), name)
@@ -67,7 +67,7 @@ def told_place(name: str) -> ListPlace | None:
 
 def place_of(one: HasPlace) -> ListPlace:
     """Return the place in lists of an object."""
-    return told_place(one.id) or (int(one.created_at * 1000), one.id)
+    return place_in_name(one.id) or (int(one.created_at * 1000), one.id)
 
 
 class File(msgspec.Struct, frozen=True):
@@ -196,7 +196,7 @@ class Files:
 
     async def listed(self, tenant: str, work: Callable[[list[File]], R]) -> R:
         """Return what ``work`` makes of a tenant's files, the newest first, in a thread."""
-        return await self.objects.read_all(tenant, FILE, File, lambda found, _: work(newest_first(found)))
+        return await self.objects.read_all(tenant, FILE, File, lambda rows, _: work(newest_first(rows)))
 
     async def delete(self, tenant: str, file_id: str) -> None:
         """Remove a file and its content. Raises NotFound."""
@@ -234,8 +234,8 @@ class Files:
     async def part(self, tenant: str, content: str, start: int, length: int) -> bytes:
         """Return a part of a content. Raises NotFound if it is gone."""
         first, last = start // CHUNK_BYTES, (start + length - 1) // CHUNK_BYTES
-        found = b"".join([await self._chunk(tenant, content, number) for number in range(first, last + 1)])
-        return found[start - first * CHUNK_BYTES :][:length]
+        whole = b"".join([await self._chunk(tenant, content, number) for number in range(first, last + 1)])
+        return whole[start - first * CHUNK_BYTES :][:length]
 
     async def _chunk(self, tenant: str, content: str, number: int) -> bytes:
         chunk = await self.objects.get(tenant, _chunks(content), str(number))
@@ -244,9 +244,9 @@ class Files:
         return chunk
 
 
-def newest_first(found: list[Listed]) -> list[Listed]:
+def newest_first(rows: list[Listed]) -> list[Listed]:
     """Return objects in the order of lists."""
-    return sorted(found, key=place_of, reverse=True)
+    return sorted(rows, key=place_of, reverse=True)
 
 
 def _chunks(content: str) -> str:

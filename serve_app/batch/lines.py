@@ -93,7 +93,7 @@ def _checked(line: RawLine, endpoint: str) -> tuple[str, InputLine | LineError]:
     return request.custom_id, InputLine(line.start, len(line.raw), model, beginnings(request.body))
 
 
-def asked(raw: bytes) -> tuple[BatchRequest, bytes]:
+def request_of(raw: bytes) -> tuple[BatchRequest, bytes]:
     """Return a line's request, and the body to ask for."""
     request = parse_line(raw)
     return request, msgspec.json.encode({name: value for name, value in request.body.items() if name not in _STREAMING})

@@ -30,12 +30,12 @@ def openai_line(result: LineResult, unasked: Unasked) -> bytes:
 
 def anthropic_line(result: LineResult, unasked: Unasked) -> bytes:
     """Return a result in Anthropic's form; see ``openai_line``."""
-    shown: dict[str, Any] = {"type": "canceled" if unasked == "cancelled" else "expired"}
+    outcome: dict[str, Any] = {"type": "canceled" if unasked == "cancelled" else "expired"}
     if result.ok:
-        shown = {"type": "succeeded", "message": result.body}
+        outcome = {"type": "succeeded", "message": result.body}
     elif result.status:
-        shown = {"type": "errored", "error": result.body}
-    return msgspec.json.encode({"custom_id": result.custom_id, "result": shown})
+        outcome = {"type": "errored", "error": result.body}
+    return msgspec.json.encode({"custom_id": result.custom_id, "result": outcome})
 
 
 def error_body(url: str, request_id: str, message: str) -> bytes:

@@ -30,13 +30,13 @@ class Turns:
     def order(self, queue: Sequence[QueuedBatch]) -> list[QueuedBatch]:
         """Return the queue by turns: first of the tenants that have waited longest, then the oldest of each."""
         tenants, batches = {one.tenant for one in queue}, {one.batch_id for one in queue}
-        now_s, known = self.clock(), tenants | batches
+        now_s, names = self.clock(), tenants | batches
         self._waits = {name: number for name, number in self._waits.items() if name in tenants}
         oldest_first = sorted(queue, key=lambda one: one.created_at)
         for one in oldest_first:
             if one.tenant not in self._waits:
                 self._waits[one.tenant] = next(self._numbers)
-        self._rests = {name: until_s for name, until_s in self._rests.items() if name in known and until_s > now_s}
+        self._rests = {name: until_s for name, until_s in self._rests.items() if name in names and until_s > now_s}
         self._failures = Counter({name: times for name, times in self._failures.items() if name in batches})
         return sorted(oldest_first, key=lambda one: self._waits[one.tenant])
 

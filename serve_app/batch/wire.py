@@ -14,7 +14,7 @@ from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, Must
 from serve_app.batch.batches import StoredBatch
-from serve_app.batch.files import File, Listed, ListPlace, place_of, told_place
+from serve_app.batch.files import File, Listed, ListPlace, place_in_name, place_of
 from serve_app.errors import InvalidRequest
 
 MAX_REQUESTS = 100_000
@@ -112,29 +112,29 @@ class PageQuery(JsonBody):
 
 
 def page(
-    found: Sequence[Listed], asked: PageQuery, prefix: str, shown: Callable[[Listed], dict[str, Any]]
+    rows: Sequence[Listed], query: PageQuery, prefix: str, form: Callable[[Listed], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the page of a list, the newest first, that a query selects. Raises InvalidRequest.
 
     ``prefix``: of the ids. What a cursor names may be gone meanwhile: the page then goes on from its place.
     """
-    places = {one.id: place_of(one) for one in found}
-    listed = list(found) if asked.order == "desc" else [*reversed(found)]
+    places = {one.id: place_of(one) for one in rows}
+    listed = list(rows) if query.order == "desc" else [*reversed(rows)]
     for name in ("after", "after_id", "page"):
-        if (at := _cursor(asked, name, prefix, places)) is not None:
-            listed = [one for one in listed if _is_after(places[one.id], at, asked.order)]
-    taken = listed[: asked.limit]
-    if (at := _cursor(asked, "before_id", prefix, places)) is not None:  # the page that ends right before it
-        listed = [one for one in listed if _is_after(at, places[one.id], asked.order)]
-        taken = listed[-asked.limit :]
+        if (at := _cursor(query, name, prefix, places)) is not None:
+            listed = [one for one in listed if _is_after(places[one.id], at, query.order)]
+    taken = listed[: query.limit]
+    if (at := _cursor(query, "before_id", prefix, places)) is not None:  # the page that ends right before it
+        listed = [one for one in listed if _is_after(at, places[one.id], query.order)]
+        taken = listed[-query.limit :]
     first, last = (taken[0].id, taken[-1].id) if taken else (None, None)
-    return {"data": [*map(shown, taken)], "first_id": first, "last_id": last, "has_more": len(listed) > len(taken)}
+    return {"data": [*map(form, taken)], "first_id": first, "last_id": last, "has_more": len(listed) > len(taken)}
 
 
-def _cursor(asked: PageQuery, name: str, prefix: str, places: Mapping[str, ListPlace]) -> ListPlace | None:
-    if (value := getattr(asked, name)) is None:
+def _cursor(query: PageQuery, name: str, prefix: str, places: Mapping[str, ListPlace]) -> ListPlace | None:
+    if (value := getattr(query, name)) is None:
         return None
-    at = places.get(value) or (told_place(value) if value.startswith(prefix) else None)
+    at = places.get(value) or (place_in_name(value) if value.startswith(prefix) else None)
     if at is None:
         raise InvalidRequest(f"{name} must be an id of this list.", param=name)
     return at
@@ -148,7 +148,7 @@ def openai_batch(batch: StoredBatch) -> dict[str, Any]:
     """Return a batch in OpenAI's shape."""
     errors = [msgspec.structs.asdict(error) for error in batch.errors]
     usage, times = batch.usage, batch.times
-    shown: dict[str, Any] = {
+    body: dict[str, Any] = {
         "id": batch.id,
         "object": "batch",
         "endpoint": batch.endpoint,
@@ -166,16 +166,16 @@ def openai_batch(batch: StoredBatch) -> dict[str, Any]:
         "usage": None,
     }
     for status in ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"):
-        shown[f"{status}_at"] = int(times[status]) if status in times else None
+        body[f"{status}_at"] = int(times[status]) if status in times else None
     if usage:
-        shown["usage"] = {
+        body["usage"] = {
             "input_tokens": usage["input_tokens"],
             "input_tokens_details": {"cached_tokens": usage["cached_tokens"]},
             "output_tokens": usage["output_tokens"],
             "output_tokens_details": {"reasoning_tokens": usage["reasoning_tokens"]},
             "total_tokens": usage["input_tokens"] + usage["output_tokens"],
         }
-    return shown
+    return body
 
 
 def anthropic_batch(batch: StoredBatch, results_url: str) -> dict[str, Any]:

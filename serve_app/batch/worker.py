@@ -120,9 +120,9 @@ class BatchWorker(BatchHost):
 
     def _failed(self, batch_id: str, error: BaseException) -> None:
         self.turns.failed(batch_id)
-        known = isinstance(error, WarmpathError)
+        expected = isinstance(error, WarmpathError)
         logger.warning(
-            "batch %s stops here and is continued later: %s", batch_id, error, exc_info=None if known else error
+            "batch %s stops here and is continued later: %s", batch_id, error, exc_info=None if expected else error
         )
 
     async def _run(self, run: BatchRun) -> None:

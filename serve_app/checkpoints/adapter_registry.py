@@ -45,14 +45,14 @@ class AdapterRegistry:
     def merge(self, entries: Iterable[AdapterEntry]) -> None:
         """Merge another copy's entries. All copies keep the same, latest entry of a name."""
         for entry in entries:
-            known = self._entries.get(entry.name)
-            if known is None or _order(entry) > _order(known):
+            current = self._entries.get(entry.name)
+            if current is None or _order(entry) > _order(current):
                 self._entries[entry.name] = entry
 
     def next_entry(self, name: str, spec: AdapterSpec | None, tenants: tuple[str, ...] = ()) -> AdapterEntry:
         """Return a new entry that supersedes the known one, without merging it."""
-        known = self._entries.get(name)
-        return AdapterEntry(name, spec, tenants, max(self._now_ns(), known.stamp + 1 if known is not None else 1))
+        current = self._entries.get(name)
+        return AdapterEntry(name, spec, tenants, max(self._now_ns(), current.stamp + 1 if current is not None else 1))
 
     def require_current(self) -> None:
         """Raise Overloaded while this copy has not merged others."""
@@ -99,15 +99,15 @@ class AdapterRegistry:
             self.require_current()
         chosen = self._of(model, tenant, models)
         if chosen is None and not is_base:
-            known = [*([self._model_name] if base else []), *(spec.name for spec in self.visible(tenant, models))]
-            raise no_such_model(model, known)
+            names = [*([self._model_name] if base else []), *(spec.name for spec in self.visible(tenant, models))]
+            raise no_such_model(model, names)
         if lora_name is None:
             return chosen
         named = self._of(lora_name, tenant, models)
         if named is None:
             mine = [spec.name for spec in self.visible(tenant, models)]
-            known_too = f"use {_listed(mine)}" if mine else "none is loaded"
-            raise InvalidRequest(f"There is no LoRA adapter {lora_name[:200]!r}; {known_too}.", param="lora_name")
+            others = f"use {_listed(mine)}" if mine else "none is loaded"
+            raise InvalidRequest(f"There is no LoRA adapter {lora_name[:200]!r}; {others}.", param="lora_name")
         if chosen is not None and chosen != named:
             raise InvalidRequest(
                 f"model names the adapter {model!r} and lora_name {lora_name!r}; name one.", param="lora_name"
@@ -145,13 +145,13 @@ def configured_adapters(paths: Mapping[str, Path], max_rank: int | None = None) 
     return entries
 
 
-def no_such_model(name: str, known: Sequence[str]) -> ModelNotFound:
+def no_such_model(name: str, names: Sequence[str]) -> ModelNotFound:
     """Return the error for a name that is none of the caller's models."""
-    use = f"use {_listed(known)} (GET /v1/models lists all)" if known else "this key has no models"
+    use = f"use {_listed(names)} (GET /v1/models lists all)" if names else "this key has no models"
     return ModelNotFound(f"The model {name[:200]!r} is not served here; {use}.", param="model")
 
 
 def _listed(names: Iterable[str]) -> str:
-    shown = [repr(name) for name in names]
-    more = f" or {len(shown) - SHOWN_NAMES} more" if len(shown) > SHOWN_NAMES else ""
-    return ", ".join(shown[:SHOWN_NAMES]) + more
+    quoted = [repr(name) for name in names]
+    more = f" or {len(quoted) - SHOWN_NAMES} more" if len(quoted) > SHOWN_NAMES else ""
+    return ", ".join(quoted[:SHOWN_NAMES]) + more

@@ -86,14 +86,14 @@ def kv_room(fields: Mapping[str, Any], dtype: str, memory_bytes: int, ranks: tup
 
 def plan_kv(room: KvRoom, prefixes: int, prefix_tokens: int, replicas: int = 1) -> KvPlan:
     """Plan ``prefixes`` of ``prefix_tokens`` over equal replicas."""
-    held = room.tokens // (-(-prefix_tokens // BLOCK_TOKENS) * BLOCK_TOKENS)
+    fitting = room.tokens // (-(-prefix_tokens // BLOCK_TOKENS) * BLOCK_TOKENS)
     return KvPlan(
         bytes_per_token=room.bytes_per_token,
         prefix_bytes=room.bytes_per_token * prefix_tokens,
         weights_bytes=room.weights_bytes,
         kv_bytes=room.kv_bytes,
         tokens_per_replica=room.tokens,
-        prefixes_per_replica=held,
-        hit_rate=min(1.0, held * replicas / prefixes),
-        replicas_needed=-(-prefixes // held) if held else 0,
+        prefixes_per_replica=fitting,
+        hit_rate=min(1.0, fitting * replicas / prefixes),
+        replicas_needed=-(-prefixes // fitting) if fitting else 0,
     )

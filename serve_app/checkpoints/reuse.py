@@ -83,7 +83,7 @@ _ROWS = msgspec.json.Decoder(_Row)
 
 def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
     """Read the first ``requests`` of a trace, gzipped or plain, by arrival. Raises TraceError."""
-    found: list[TraceRequest] = []
+    trace: list[TraceRequest] = []
     for number, line in islice(numbered_lines(path), requests):
         try:
             row = _ROWS.decode(line)
@@ -92,10 +92,10 @@ def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
         tokens, ids = row.input_length, row.hash_ids
         if len(ids) != -(-tokens // TRACE_BLOCK_TOKENS):
             raise TraceError(f"{path}, line {number}: {len(ids)} ids for {tokens} tokens; {_EXPECTED}")
-        found.append(TraceRequest(row.timestamp / 1000.0, tokens, row.output_length, ids))
-    if not found:
+        trace.append(TraceRequest(row.timestamp / 1000.0, tokens, row.output_length, ids))
+    if not trace:
         raise TraceError(f"{path} holds no requests")
-    return sorted(found, key=lambda request: request.arrival_s)
+    return sorted(trace, key=lambda request: request.arrival_s)
 
 
 def reuse_curve(prompts: Iterable[TraceRequest]) -> ReuseCurve:

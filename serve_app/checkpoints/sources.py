@@ -29,12 +29,12 @@ UNWANTED = ["*/*", "consolidated*"]
 """Other formats of the same weights. Mistral's are also safetensors."""
 
 
-def ensure_snapshot(model_id: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:
+def ensure_snapshot(model_id: str, revision: str | None, patterns: Sequence[str] = WANTED) -> Path:
     """Return the directory of a model's files, fetched if they are not in the cache. Raises CheckpointError."""
     from huggingface_hub import snapshot_download  # the import takes seconds
 
     def fetch() -> str:
-        return snapshot_download(model_id, revision=revision, allow_patterns=list(wanted), ignore_patterns=UNWANTED)
+        return snapshot_download(model_id, revision=revision, allow_patterns=list(patterns), ignore_patterns=UNWANTED)
 
     return _fetched(model_id, revision, fetch)
 

@@ -246,7 +246,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         """Return the settings of each served model by its name; without ``models``, these of the only one."""
         if not self.models:
             return {self.model_name: self}
-        found: dict[str, Self] = {}
+        served: dict[str, Self] = {}
         folders = Counter(str(entry.get("disk_cache_dir")) for entry in self.models)
         for entry, joined in zip(self.models, self.entries(), strict=True):
             one = type(self).model_validate(joined)
@@ -254,8 +254,8 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
             if one.disk_cache_dir is not None and not own:
                 # A slot's blocks have one form, so a replica of another model would drop them.
                 one = one.model_copy(update={"disk_cache_dir": one.disk_cache_dir / slug(one.model_name)})
-            found[one.model_name] = one
-        return found
+            served[one.model_name] = one
+        return served
 
     @property
     def engine_traits(self) -> EngineTraits:

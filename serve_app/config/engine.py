@@ -347,8 +347,8 @@ class EngineSection(BaseModel):
         if twice or (ways and self.speculative_model is not None):
             other = "speculative_config" if twice else "speculative_model"
             raise ValueError(f"{other} and {(twice or ways)[0]} both say how to draft; leave one out")
-        wanted = self.ranks if max(self.ranks, self.replica_num_gpus) > 1 else self.replica_num_gpus
-        if "ranks" in can and self.replica_num_gpus not in (0, wanted):
+        gpus = self.ranks if max(self.ranks, self.replica_num_gpus) > 1 else self.replica_num_gpus
+        if "ranks" in can and self.replica_num_gpus not in (0, gpus):
             raise ValueError(
                 f"replica_num_gpus={self.replica_num_gpus:g}, but tensor_parallel_size x pipeline_parallel_size is "
                 f"{self.ranks}: each rank needs a GPU, so set replica_num_gpus: {self.ranks}"

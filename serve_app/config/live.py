@@ -56,12 +56,14 @@ def app_config(values: Any) -> AppConfig:
     if not isinstance(values, Mapping):
         raise BadSettings([((), "settings are pairs of NAME: VALUE")])
     config = _validated(values, ())
-    found = [problem for number, entry in enumerate(config.models) for problem in _misplaced(entry, ("models", number))]
-    if not found:
+    problems = [
+        problem for number, entry in enumerate(config.models) for problem in _misplaced(entry, ("models", number))
+    ]
+    if not problems:
         served = [_validated(entry, ("models", number)) for number, entry in enumerate(config.entries())]
-        found = list(_names(config, served))
-    if found:
-        raise BadSettings(found)
+        problems = list(_names(config, served))
+    if problems:
+        raise BadSettings(problems)
     return config
 
 
@@ -170,12 +172,12 @@ def _named(entry: Mapping[str, Any]) -> str:
 def _changed_models(args: AppConfig, changes: Any) -> list[Any]:
     """Return the ``models`` of ``args`` with live changes, each entry with its model's name. Raises BadSettings."""
     entries = [dict(entry) for entry in args.models]
-    known = dict(zip(args.served(), entries, strict=True))
+    by_name = dict(zip(args.served(), entries, strict=True))
     for number, change in enumerate(changes if isinstance(changes, list) else [None]):
         named = change if isinstance(change, Mapping) else {}
-        entry = known.get(_named(named))
+        entry = by_name.get(_named(named))
         if entry is None:
-            sentence = f"must have the served_model_name or model of one of the models: {', '.join(known)}"
+            sentence = f"must have the served_model_name or model of one of the models: {', '.join(by_name)}"
             raise BadSettings([(("models", number), sentence)])
         for name, value in named.items():
             if name in _LIVE_OF_MODELS:

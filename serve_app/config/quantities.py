@@ -55,7 +55,7 @@ Bytes = Annotated[int, InBytes]
 Seconds = Annotated[float, InSeconds]
 
 
-def shown_bytes(value: int) -> str:
+def size_text(value: int) -> str:
     """Return a size as a whole number of the largest possible unit of 1024: ``8MiB``."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if value and value % 1024**power == 0:
@@ -63,7 +63,7 @@ def shown_bytes(value: int) -> str:
     return str(value)
 
 
-def shown_seconds(value: float) -> str:
+def duration_text(value: float) -> str:
     """Return a duration as a whole number of the largest possible unit: ``10m``, ``50ms``."""
     for unit in ("d", "h", "m", "s"):
         if value and value % _SECONDS[unit] == 0:
@@ -76,10 +76,10 @@ def is_duration(name: str) -> bool:
     return name.endswith("_s") and not name.endswith("_per_s")
 
 
-def shown_value(value: Any, name: str) -> str:
+def quantity_text(value: Any, name: str) -> str:
     """Return a setting's value or bound in the form of a settings file."""
     if isinstance(value, bool):
         return str(value).lower()
     if name.endswith("_bytes"):
-        return shown_bytes(value)
-    return shown_seconds(value) if is_duration(name) else f"{value:g}" if isinstance(value, float) else str(value)
+        return size_text(value)
+    return duration_text(value) if is_duration(name) else f"{value:g}" if isinstance(value, float) else str(value)

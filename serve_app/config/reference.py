@@ -17,7 +17,7 @@ from serve_app.config.cache import CacheSection, LifecycleSection
 from serve_app.config.engine import EngineSection, LoraSection
 from serve_app.config.live import LIVE
 from serve_app.config.prompts import PublicPromptConfig
-from serve_app.config.quantities import is_duration, shown_value
+from serve_app.config.quantities import is_duration, quantity_text
 from serve_app.config.tenants import ApiKeyConfig, TenantConfig, TenantsSection
 
 _INTRODUCTION = f"""\
@@ -153,12 +153,12 @@ def _tables() -> Iterator[tuple[str, list[_Row]]]:
 def _row(name: str, schema: dict[str, Any], required: bool) -> _Row:
     default = schema.get("default")
     if required:
-        shown = "required"
+        text = "required"
     elif default is None or default in ({}, []):
-        shown = "none"
+        text = "none"
     else:
-        shown = f"`{default}`" if isinstance(default, str) else shown_value(default, name)
-    return _Row(name, _type(schema, name), shown, schema["description"])
+        text = f"`{default}`" if isinstance(default, str) else quantity_text(default, name)
+    return _Row(name, _type(schema, name), text, schema["description"])
 
 
 def _type(schema: dict[str, Any], name: str) -> str:
@@ -179,8 +179,10 @@ def _type(schema: dict[str, Any], name: str) -> str:
 
 
 def _bounds(kind: dict[str, Any], name: str) -> str:
-    shown = {bound: shown_value(value, name) for bound, value in kind.items() if "inimum" in bound or "aximum" in bound}
-    least, most, above = (shown.get(bound) for bound in ("minimum", "maximum", "exclusiveMinimum"))
+    bounds = {
+        bound: quantity_text(value, name) for bound, value in kind.items() if "inimum" in bound or "aximum" in bound
+    }
+    least, most, above = (bounds.get(bound) for bound in ("minimum", "maximum", "exclusiveMinimum"))
     if above is not None:
         return f"above {above}, at most {most}" if most is not None else f"above {above}"
     if least is not None:

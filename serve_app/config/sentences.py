@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from serve_app.config.quantities import shown_value
+from serve_app.config.quantities import quantity_text
 
 _TYPES = {
     "int": "a whole number",
@@ -42,8 +42,8 @@ _HASHES = ("key_sha256", "operator_key_sha256")
 _KEYS = frozenset({"key", "keys", "api_key", "api_keys", "operator_key", "operator_keys"})
 
 
-def unknown_setting(name: str, known: Collection[str]) -> str:
-    """Return a sentence on a name that is not in ``known``."""
+def unknown_setting(name: str, names: Collection[str]) -> str:
+    """Return a sentence on a name that is not in ``names``."""
     if name in _KEYS:
         return "only SHA-256 sums of keys are written here, as `key_sha256`; `warmpath keys new NAME` makes both"
     if name.replace("-", "_") in OPTIONS:
@@ -51,10 +51,10 @@ def unknown_setting(name: str, known: Collection[str]) -> str:
         return f"{NO_SETTING}; it is an option of `warmpath serve`, --{name.replace('_', '-')}{http}"
     if name.startswith("data_parallel"):
         return f"{NO_SETTING}; set data_parallel_size, and warmpath sets the rest"
-    wanted = name.replace("-", "_").lower()
-    short = [full for full in known if "_" in full and "".join(word[0] for word in full.split("_")) == wanted]
-    near = short or get_close_matches(wanted, known, n=1)
-    few = f"there are {', '.join(known)}" if len(known) <= MOST_LISTED else "leave it out"
+    plain = name.replace("-", "_").lower()
+    short = [full for full in names if "_" in full and "".join(word[0] for word in full.split("_")) == plain]
+    near = short or get_close_matches(plain, names, n=1)
+    few = f"there are {', '.join(names)}" if len(names) <= MOST_LISTED else "leave it out"
     return f"{NO_SETTING}; {f'did you mean {near[0]}?' if near else few}"
 
 
@@ -68,7 +68,7 @@ def sentence(error: ErrorDetails, settings: type[BaseModel]) -> str:
     name = next((str(step) for step in reversed(where) if isinstance(step, str)), "")
     if kind in _BOUNDS:
         limit, word = _BOUNDS[kind]
-        return f"must be {word} {shown_value(error['ctx'][limit], name)}"
+        return f"must be {word} {quantity_text(error['ctx'][limit], name)}"
     match kind:
         case "missing":
             return "is missing"

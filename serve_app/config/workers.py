@@ -63,11 +63,11 @@ def listed(entries: Iterable[str], skip: Callable[[str], None] | None = None) ->
     ``skip``: called with a sentence for each line of a file that is no worker; without it such a line is an error, too.
     Raises OSError or ValueError if a list cannot be read: what it said before then still holds.
     """
-    found: dict[str, Worker] = {}
+    workers: dict[str, Worker] = {}
     for entry in entries:
         for worker in _of_entry(entry, skip):
-            found.setdefault(worker.url, worker)
-    return list(found.values())
+            workers.setdefault(worker.url, worker)
+    return list(workers.values())
 
 
 def _lines(path: Path) -> list[str]:
@@ -85,15 +85,15 @@ def _lines(path: Path) -> list[str]:
 def _of_entry(entry: str, skip: Callable[[str], None] | None) -> Sequence[Worker]:
     if entry.startswith(FILE):
         path = Path(entry.removeprefix(FILE).removeprefix("//")).expanduser()
-        found = list[Worker]()
+        workers = list[Worker]()
         for line in _lines(path):
             try:
-                found += _of_entry(line, skip)
+                workers += _of_entry(line, skip)
             except ValueError as error:
                 if skip is None:
                     raise
                 skip(f"{path}: {error}")
-        return found
+        return workers
     if not entry.startswith(DNS):
         return [worker_of(entry)]
     parts = urlsplit(entry.removeprefix(DNS))

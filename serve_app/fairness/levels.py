@@ -65,15 +65,15 @@ class Levels:
         self._ask = ask
         self._others: dict[tuple[str, str], dict[str, _Told]] = {}
         """By tenant and limit, the other ingresses; one with the name "" stands for all while they are not known."""
-        self._seen = self._asked = 0
+        self._seen = self._questions = 0
 
     def told(self, question: LevelQuestion) -> LevelAnswer:
         """Answer an ingress, and remember its number."""
-        known, asker = self._others.get((question.tenant, question.limit)), question.ingress
+        reports, asker = self._others.get((question.tenant, question.limit)), question.ingress
         # Questions may overtake each other.
-        if known is not None and asker != self._name and question.number > known.get(asker, _Told(0)).number:
+        if reports is not None and asker != self._name and question.number > reports.get(asker, _Told(0)).number:
             self._seen += 1
-            known[asker] = _Told(question.used, self._seen, question.number)
+            reports[asker] = _Told(question.used, self._seen, question.number)
         used, moved = self.counts[question.limit](question.tenant, question.what)
         return LevelAnswer(self._name, used, moved)
 
@@ -88,20 +88,20 @@ class Levels:
         here, part = min(all_here, place), most // self._ingresses
         if self._ingresses == 1:
             return here
-        known = self._others.setdefault(key, {"": _Told(part + 1)})
-        if what is None and here <= part and all(told.used <= part for told in known.values()):
+        reports = self._others.setdefault(key, {"": _Told(part + 1)})
+        if what is None and here <= part and all(report.used <= part for report in reports.values()):
             return here
-        self._asked += 1
-        seen, question = self._seen, LevelQuestion(self._name, self._asked, tenant, limit, all_here, what)
+        self._questions += 1
+        seen, question = self._seen, LevelQuestion(self._name, self._questions, tenant, limit, all_here, what)
         answers = await self._ask(question)
         if not answers:
             return here if here <= max(1, part) else most + 1
-        known, self._others[key] = self._others[key], {}
+        reports, self._others[key] = self._others[key], {}
         for answer in (answer for answer in answers if answer.ingress != self._name):
-            told = known.get(answer.ingress, _Told(0))
+            report = reports.get(answer.ingress, _Told(0))
             # It may have asked meanwhile, after its answer.
-            used = max(told.used, answer.used) if told.seen > seen else answer.used
-            self._others[key][answer.ingress] = told._replace(used=used)
+            used = max(report.used, answer.used) if report.seen > seen else answer.used
+            self._others[key][answer.ingress] = report._replace(used=used)
         if any(answer.moved for answer in answers):
             return min(here, most)
-        return here + sum(told.used for told in self._others[key].values())
+        return here + sum(report.used for report in self._others[key].values())

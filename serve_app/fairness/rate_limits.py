@@ -154,40 +154,40 @@ class TenantLimits:
 
     def left(self, tenant: str) -> LimitsLeft | None:
         """Return a tenant's remaining limits, or None if its requests and tokens have no limit."""
-        known, now_s = self._tenants.get(tenant), self._clock()
-        if known is None:
+        state, now_s = self._tenants.get(tenant), self._clock()
+        if state is None:
             return None
-        found = LimitsLeft(known.requests_left(now_s), known.tokens_left(now_s))
-        return found if found.requests or found.tokens else None
+        left = LimitsLeft(state.requests_left(now_s), state.tokens_left(now_s))
+        return left if left.requests or left.tokens else None
 
     def refuse(self, tenant: str) -> None:
         """Raise RateLimited if a new request exceeds a limit now."""
-        if (known := self._tenants.get(tenant)) is not None:
-            known.refuse(self._clock())
+        if (state := self._tenants.get(tenant)) is not None:
+            state.refuse(self._clock())
 
     def half_used(self, tenant: str) -> bool:
         """Return whether a tenant has used half of a limit: what can wait leaves the rest to its other requests."""
-        known = self._tenants.get(tenant)
-        if known is None:
+        state = self._tenants.get(tenant)
+        if state is None:
             return False
-        most, left = known.config.concurrent_requests, self.left(tenant)
+        most, left = state.config.concurrent_requests, self.left(tenant)
         lefts = () if left is None else (left.requests, left.tokens)
-        return (most is not None and known.running * 2 >= most) or any(
+        return (most is not None and state.running * 2 >= most) or any(
             one is not None and one.remaining * 2 < one.limit for one in lefts
         )
 
     def begin(self, tenant: str) -> Allowance:
         """Count a new request. Raises RateLimited, without counting it, if it exceeds a limit."""
-        known = self._tenants.get(tenant)
-        if known is not None:
-            known.refuse(self._clock())
-            if known.requests is not None:
-                known.requests.take(1, self._clock())
-        return Allowance(known, self._clock, self)
+        state = self._tenants.get(tenant)
+        if state is not None:
+            state.refuse(self._clock())
+            if state.requests is not None:
+                state.requests.take(1, self._clock())
+        return Allowance(state, self._clock, self)
 
     def _requests_here(self, tenant: str, _: object) -> tuple[int, bool]:
-        known = self._tenants.get(tenant)
-        return (0 if known is None else known.running), False
+        state = self._tenants.get(tenant)
+        return (0 if state is None else state.running), False
 
 
 class Allowance:
@@ -249,19 +249,19 @@ class Allowance:
         tenant = self._tenant
         if tenant is None or tenant.tokens is None:
             return
-        now_s, wanted = self._clock(), prompt_tokens + output_tokens
-        left, wait_s = tenant.tokens_left(now_s), tenant.tokens.wait_s(wanted, now_s)
-        if left is not None and wanted > left.limit:
+        now_s, tokens = self._clock(), prompt_tokens + output_tokens
+        left, wait_s = tenant.tokens_left(now_s), tenant.tokens.wait_s(tokens, now_s)
+        if left is not None and tokens > left.limit:
             raise RateLimited(
-                f"This request asks for {wanted} tokens, {prompt_tokens} of prompt and {output_tokens} of answer; your "
+                f"This request asks for {tokens} tokens, {prompt_tokens} of prompt and {output_tokens} of answer; your "
                 f"limit is {left.limit} a minute, so it can never be answered: shorten the prompt or lower max_tokens.",
                 reason=left.reason("tokens_per_minute"),
             )
         if left is not None and wait_s:
-            unit = f"tokens a minute, and this request asks for {wanted}"
+            unit = f"tokens a minute, and this request asks for {tokens}"
             raise _refusal(left.reason("tokens_per_minute"), unit, wait_s)
-        tenant.tokens.take(wanted, now_s)
-        self._reserved, self._used = wanted, prompt_tokens
+        tenant.tokens.take(tokens, now_s)
+        self._reserved, self._used = tokens, prompt_tokens
 
     def generated(self, tokens: int) -> None:
         """Count tokens of the answer."""

@@ -116,13 +116,13 @@ class Shares:
 
 
 class Claim(NamedTuple):
-    """A tenant asks for ``amount`` of a resource beside what it has ``held``. ``free``: what nobody holds.
+    """A tenant asks for ``amount`` of a resource beside its ``own``. ``free``: what nobody holds.
 
     ``reserve``: what a tenant beyond its ``share`` must leave free. A tenant that holds nothing is within its share.
     """
 
     amount: int
-    held: int
+    own: int
     share: float
     free: float
     reserve: int
@@ -130,15 +130,15 @@ class Claim(NamedTuple):
     @property
     def within(self) -> bool:
         """Whether the tenant would stay within its share."""
-        return not self.held or self.held + self.amount <= self.share
+        return not self.own or self.own + self.amount <= self.share
 
 
 def verdict(*claims: Claim) -> Verdict:
     """Return whether a tenant may take all that it claims now. Who exceeds one share must leave every reserve."""
     # Loops: generators would take as long again, and every request and every look at a queue asks here.
     within = fits = leaves = True
-    for amount, held, share, free, reserve in claims:
-        within &= not held or held + amount <= share
+    for amount, own, share, free, reserve in claims:
+        within &= not own or own + amount <= share
         fits &= amount <= free
         leaves &= free - amount >= reserve
     if within:
@@ -160,7 +160,7 @@ class Budget:
         self._place = place
         self.used = 0
         self._total = total
-        self._held: Counter[str] = Counter()
+        self._used_by: Counter[str] = Counter()
 
     def share(self, tenant: str) -> int:
         """Return a tenant's share, at least 1."""
@@ -168,7 +168,7 @@ class Budget:
 
     def held(self, tenant: str | None) -> int:
         """Return what a tenant holds, None: what all hold."""
-        return self.used if tenant is None else self._held[tenant]
+        return self.used if tenant is None else self._used_by[tenant]
 
     def claim(self, tenant: str, amount: int, kept: int = 0) -> Claim:
         """Return a tenant's claim. ``kept``: more to leave for others than an eighth.
@@ -178,29 +178,29 @@ class Budget:
         total, fraction = self._total(), self.shares.fraction(tenant)
         reserve = max(1, total // UNBORROWED_PART) + kept if fraction < 1.0 else 0  # nobody else can come
         free = total - self.used if self.used else inf
-        return Claim(amount, self._held.get(tenant, 0), max(1, int(total * fraction)), free, reserve)
+        return Claim(amount, self._used_by.get(tenant, 0), max(1, int(total * fraction)), free, reserve)
 
     def verdict(self, tenant: str, amount: int) -> Verdict:
         """Return whether a tenant may take ``amount`` now."""
-        if tenant not in self._held:  # the same without a look at its share
+        if tenant not in self._used_by:  # the same without a look at its share
             return "granted" if not self.used or amount <= self._total() - self.used else "no_room"
         return verdict(self.claim(tenant, amount))
 
     def reason(self, tenant: str) -> LimitReason:
         """Return why a tenant is refused or waits here: its own amount, of the whole."""
-        return LimitReason(self._place, self._limit, self._held[tenant], self._total())
+        return LimitReason(self._place, self._limit, self._used_by[tenant], self._total())
 
     def take(self, tenant: str, amount: int) -> None:
         """Assign ``amount`` to a tenant."""
-        self._held[tenant] += amount
+        self._used_by[tenant] += amount
         self.used += amount
 
     def give_back(self, tenant: str, amount: int) -> None:
         """Return ``amount`` from a tenant."""
         self.used -= amount
-        self._held[tenant] -= amount
-        if not self._held[tenant]:
-            del self._held[tenant]
+        self._used_by[tenant] -= amount
+        if not self._used_by[tenant]:
+            del self._used_by[tenant]
 
 
 def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:

@@ -72,12 +72,12 @@ class TenantsLru(Generic[K, V]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._held = 0
+        self._count = 0
         self._values: dict[str, OrderedDict[K, V]] = {}
 
     def __len__(self) -> int:
         """Return the number of values."""
-        return self._held
+        return self._count
 
     def get(self, tenant: str, key: K) -> V | None:
         """Return a value, None if it is not kept."""
@@ -92,12 +92,12 @@ class TenantsLru(Generic[K, V]):
         """Keep a value; the tenant that has most loses one if there are too many."""
         with self._lock:
             own = self._values.setdefault(tenant, OrderedDict())
-            self._held += key not in own
+            self._count += key not in own
             own[key] = value
             own.move_to_end(key)
-            if self._held > self._most:
+            if self._count > self._most:
                 loser = max(self._values, key=lambda one: len(self._values[one]))
                 self._values[loser].popitem(last=False)
-                self._held -= 1
+                self._count -= 1
                 if not self._values[loser]:
                     del self._values[loser]

@@ -32,7 +32,7 @@ class AnsweredLine:
         """Whether the request was answered."""
         return bool(self.line["response"]["status_code"] == 200)
 
-    def told(self) -> str:
+    def debug_line(self) -> str:
         """Return a sentence for ``--debug``."""
         computed = self.prompt_tokens - self.cached_tokens
         kind = "hit" if self.cached_tokens else "miss"

@@ -104,10 +104,10 @@ def read_edge_file(path: Path, text: bytes) -> EdgeFile | None:
     }
     given = {name: value for name, value in given.items() if value is not None}
     requests, unread = [], [*(file.model_extra or ())]
-    for index, asked in enumerate(file.requests):
-        known = {name: value for name, value in asked.items() if name in _REQUEST_FIELDS and value not in (None, "")}
-        unread += (f"requests[].{name}" for name in asked if name not in _REQUEST_FIELDS)
-        line = {"custom_id": str(index), "url": _CHAT, "body": {"seed": index, **given, **known}}
+    for index, request in enumerate(file.requests):
+        fields = {name: value for name, value in request.items() if name in _REQUEST_FIELDS and value not in (None, "")}
+        unread += (f"requests[].{name}" for name in request if name not in _REQUEST_FIELDS)
+        line = {"custom_id": str(index), "url": _CHAT, "body": {"seed": index, **given, **fields}}
         requests.append(BatchRequest.checked(line))
     adapters = {
         name: path.absolute().parent / Path(at).expanduser() for name, at in file.available_lora_weights.items()

@@ -152,18 +152,18 @@ class _Batch:
         self, index: int, request: BatchRequest, answer_id: str, answered: AnsweredLine, *, formatted: bool
     ) -> dict[str, Any]:
         # The request's index is its seed, so that a file gives the same answers again.
-        wanted = self._readers.checked(request.parse_body(self._model, seed=index))
-        if formatted and isinstance(wanted, ChatRequest):
+        parsed = self._readers.checked(request.parse_body(self._model, seed=index))
+        if formatted and isinstance(parsed, ChatRequest):
             prompts = self._preparer.prompts
-            rendered = await prompts.formatted(wanted, await prompts.scope(wanted, self._tenant))
+            rendered = await prompts.formatted(parsed, await prompts.scope(parsed, self._tenant))
             answered.formatted_request, answered.formatted_system_prompt = rendered.text, rendered.system_text
-        place = await self._places.enter(self._tenant.name, wanted.choices)
+        place = await self._places.enter(self._tenant.name, parsed.choices)
         try:
-            generations = await self._preparer.prepare(wanted, self._tenant, answer_id)
-            generations = self._readers.after_reasoning(wanted, generations)
-            usage = RequestUsage(wanted, generations)
-            choices = [WholeChoice(tells_logprobs=wanted.logprobs is not None) for _ in generations]
-            pieces = answer_pieces(generations, self, self._readers.of(wanted), place, self._turns)
+            generations = await self._preparer.prepare(parsed, self._tenant, answer_id)
+            generations = self._readers.after_reasoning(parsed, generations)
+            usage = RequestUsage(parsed, generations)
+            choices = [WholeChoice(tells_logprobs=parsed.logprobs is not None) for _ in generations]
+            pieces = answer_pieces(generations, self, self._readers.of(parsed), place, self._turns)
             begun_s, first_s = time.perf_counter(), None
             async with aclosing(pieces):
                 async for piece in pieces:
@@ -177,18 +177,18 @@ class _Batch:
                 answered.prefill_s, answered.decode_s = first_s - begun_s, time.perf_counter() - first_s
         finally:
             place.give_back()
-        warnings = save_warning(usage.save, usage.asked_by), ignored_fields(wanted.unknown), generations[0].warning
+        warnings = save_warning(usage.save, usage.asked_by), ignored_fields(parsed.unknown), generations[0].warning
         answered.warning = "; ".join(filter(None, warnings))
         total = usage.total()
         answered.prompt_tokens, answered.cached_tokens = total.prompt_tokens, total.cached_tokens
-        answered.generated_tokens, answered.adapter = total.completion_tokens, wanted.lora_name or ""
+        answered.generated_tokens, answered.adapter = total.completion_tokens, parsed.lora_name or ""
         head = AnswerHead(
             answer_id,
             int(time.time()),
-            wanted.answering_model,
-            repeated=wanted.repeated,
-            token_ids=told_ids(wanted, generations),
-            shows_reasoning=wanted.include_reasoning,
+            parsed.answering_model,
+            repeated=parsed.repeated,
+            token_ids=told_ids(parsed, generations),
+            shows_reasoning=parsed.include_reasoning,
         )
         return APIS[request.url][1]().whole(head, [choice.choice() for choice in choices], total)
 

@@ -87,9 +87,9 @@ class PromptDirectory:
                 self._bytes(lock)
             except PromptError as error:
                 problems.append(str(error))
-        known = {self._file(lock) for lock in locks}
+        locked_files = {self._file(lock) for lock in locks}
         for file in sorted(self._path.glob("*/*.txt")):
-            if file not in known and not file.parent.name.startswith("."):
+            if file not in locked_files and not file.parent.name.startswith("."):
                 ref = f"{file.parent.name}@{file.stem}"
                 problems.append(f"prompt {ref}: {file} is not in {LOCK} (run: warmpath prompts add {ref})")
         return problems
@@ -152,7 +152,7 @@ class PromptDirectory:
         if _digest(locked) != lock.digest:
             return f"which byte differs cannot be told: {copy} was changed, too"
         at = first_difference(locked, raw)
-        return f"the first differing byte is {at}: {_shown(locked, at)} was locked, {_shown(raw, at)} is there"
+        return f"the first differing byte is {at}: {_byte_text(locked, at)} was locked, {_byte_text(raw, at)} is there"
 
 
 def first_difference(one: AnyStr, other: AnyStr) -> int:
@@ -199,7 +199,7 @@ def _digest(raw: bytes) -> str:
     return f"sha256:{sha256(raw).hexdigest()}"
 
 
-def _shown(raw: bytes, at: int) -> str:
+def _byte_text(raw: bytes, at: int) -> str:
     return repr(raw[at : at + 16])[1:] if at < len(raw) else "the end"
 
 

@@ -193,10 +193,10 @@ class PromptTraffic:
         warm, cell = self._is_warm(ref, cached_tokens), bisect_left(TIME_CELLS_S, ttft_s)
         self._add(ref, VersionCounts(1, prompt_tokens, cached_tokens, warm, ttft_s, {cell: 1}))
 
-    def correct(self, ref: str, told_tokens: int, cached_tokens: int) -> None:
-        """Count a request's cached tokens that were counted as ``told_tokens`` before."""
-        warm = self._is_warm(ref, cached_tokens) - self._is_warm(ref, told_tokens)
-        self._add(ref, VersionCounts(0, 0, cached_tokens - told_tokens, warm))
+    def correct(self, ref: str, counted_tokens: int, cached_tokens: int) -> None:
+        """Count a request's cached tokens that were counted as ``counted_tokens`` before."""
+        warm = self._is_warm(ref, cached_tokens) - self._is_warm(ref, counted_tokens)
+        self._add(ref, VersionCounts(0, 0, cached_tokens - counted_tokens, warm))
 
     def _is_warm(self, ref: str, cached_tokens: int) -> int:
         return int(cached_tokens >= max(1, self._least_tokens(ref)))

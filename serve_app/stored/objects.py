@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_TOLD = 1000
+MAX_REPORTED = 1000
 """The objects that cannot be read whose warnings are remembered."""
 
 
@@ -45,7 +45,7 @@ class StoredObjects(Sealed):
 
     def __init__(self, database: Database, secret: bytes, workers: FairWorkers, bounds: StorageLimits) -> None:
         super().__init__(database, secret, workers, bounds)
-        self._told: set[bytes] = set()
+        self._reported: set[bytes] = set()
         """Ids of objects that are left out, and of which a warning told."""
 
     @property
@@ -123,12 +123,12 @@ class StoredObjects(Sealed):
     async def named(self, tenant: str, kind: str, names: Iterable[str]) -> set[str]:
         """Return those of ``names`` of which there is an object. Raises Overloaded."""
 
-        def found() -> set[str]:
+        def existing() -> set[str]:
             if not (ids := set(self._database.ids(self._at(tenant, kind)))):
                 return set()
             return {name for name in names if self._derive("object", tenant, kind, name) in ids}
 
-        return await self._run(tenant, found)
+        return await self._run(tenant, existing)
 
     async def read(self, tenant: str, kind: str, name: str, type: type[T]) -> T | None:
         """Return an object of JSON, None if it does not exist.
@@ -146,25 +146,25 @@ class StoredObjects(Sealed):
         at = self._at(tenant, kind)
 
         def read() -> R:
-            found, whole = list[T](), True
+            values, whole = list[T](), True
             for one, data in self._database.read(at):
                 with suppress(ResponseDamaged):
                     value = self._opened(tenant, at._replace(id=one), data)
                     try:
-                        found.append(decoded(value, type))
+                        values.append(decoded(value, type))
                     except StoredByNewerRelease as error:
                         whole = False
                         self._left_out(one, kind, error)
-            return work(found, whole)
+            return work(values, whole)
 
         return await self._run(tenant, read)
 
     def _left_out(self, one: bytes, kind: str, error: WarmpathError) -> None:
-        if one in self._told:
+        if one in self._reported:
             return
-        if len(self._told) >= MAX_TOLD:
-            self._told.clear()
-        self._told.add(one)
+        if len(self._reported) >= MAX_REPORTED:
+            self._reported.clear()
+        self._reported.add(one)
         logger.warning("a stored %s cannot be read, and is left out: %s", kind, error.message)
 
     async def all(self, tenant: str, kind: str) -> list[bytes]:
@@ -172,11 +172,11 @@ class StoredObjects(Sealed):
         at = self._at(tenant, kind)
 
         def read() -> list[bytes]:
-            found = []
+            values = []
             for one, data in self._database.read(at):
                 with suppress(ResponseDamaged):
-                    found.append(self._opened(tenant, at._replace(id=one), data))
-            return found
+                    values.append(self._opened(tenant, at._replace(id=one), data))
+            return values
 
         return await self._run(tenant, read)
 

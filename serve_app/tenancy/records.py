@@ -141,7 +141,7 @@ def merged(declared: Declared, document: Tenancy, lives: Lives) -> list[TenantCo
             more.setdefault(key.tenant, []).append(
                 ApiKeyConfig(sha256=key.sha256, expires=_moment(key.expires_s), revoked=key.disabled)
             )
-    found = []
+    in_force = []
 
     def life(name: str) -> str:
         return life_name(name, life_of(name, document, lives))
@@ -150,12 +150,12 @@ def merged(declared: Declared, document: Tenancy, lives: Lives) -> list[TenantCo
         stored = document.tenants.get(tenant.name)
         fields = {} if stored is None else {n: v for n, v in stored.fields.items() if n not in FIXED}
         keys = [_ended(key, document.keys.get(key.sha256)) for key in tenant.key_sha256]
-        found.append(_with(tenant, life(tenant.name), fields, [*keys, *more.get(tenant.name, ())]))
+        in_force.append(_with(tenant, life(tenant.name), fields, [*keys, *more.get(tenant.name, ())]))
     for stored in document.tenants.values():
         if stored.added and stored.name not in names:
             base = TenantConfig(name=stored.name, key_sha256=[ApiKeyConfig(sha256=_ANY_KEY, revoked=True)])
-            found.append(_with(base, life(stored.name), stored.fields, more.get(stored.name, [])))
-    return found
+            in_force.append(_with(base, life(stored.name), stored.fields, more.get(stored.name, [])))
+    return in_force
 
 
 def _ended(key: ApiKeyConfig, stored: StoredKey | None) -> ApiKeyConfig:
@@ -266,15 +266,15 @@ class Edit:
             raise InvalidRequest("Nothing is to be changed; give disabled, expires_at or label.")
         if (expires_s := changes.get("expires_s")) is not None:
             self._future(expires_s)
-        known = self.document.keys.get(sha256)
-        if known is None and len(self.document.keys) >= MAX_KEYS:
+        stored = self.document.keys.get(sha256)
+        if stored is None and len(self.document.keys) >= MAX_KEYS:
             raise Conflict(f"There are {MAX_KEYS} keys, the most; delete those that nobody uses.")
-        key = known or StoredKey(sha256, tenant, created_s=self.now_s)
-        told = {one: [getattr(key, one), value] for one, value in changes.items()}
+        key = stored or StoredKey(sha256, tenant, created_s=self.now_s)
+        noted = {one: [getattr(key, one), value] for one, value in changes.items()}
         self.document.keys[sha256] = msgspec.structs.replace(key, **changes)
-        if "expires_s" in told:
-            told["expires_at"] = [shown_time(end) for end in told.pop("expires_s")]
-        self._note(action, tenant, sha256, told)
+        if "expires_s" in noted:
+            noted["expires_at"] = [shown_time(end) for end in noted.pop("expires_s")]
+        self._note(action, tenant, sha256, noted)
 
     def rotate_key(self, name: str, sha256: str, expires_s: float | None, old_until_s: float) -> StoredKey:
         """Add a key in place of another one, which ends at ``old_until_s`` unless it does so before."""
@@ -283,9 +283,9 @@ class Edit:
         made = self.add_key(sha256, tenant, label, expires_s)
         old = self.document.keys.setdefault(before, StoredKey(before, tenant, created_s=self.now_s))
         end_s = old_until_s if old.expires_s is None else min(old.expires_s, old_until_s)
-        told = [shown_time(old.expires_s), shown_time(end_s)]
+        ends = [shown_time(old.expires_s), shown_time(end_s)]
         self.document.keys[before] = msgspec.structs.replace(old, expires_s=end_s)
-        self._note("key.rotated", tenant, before, {"expires_at": told, "successor": [None, key_id(sha256)]})
+        self._note("key.rotated", tenant, before, {"expires_at": ends, "successor": [None, key_id(sha256)]})
         return made
 
     def remove_key(self, name: str) -> None:

@@ -137,29 +137,29 @@ class TenantRegistry:
         self.looks += 1
         if version == self._version and not whole:
             return False
-        before, known = self._document, self._lives
+        before, lives = self._document, self._lives
         data, raw = await objects.get(*_DOCUMENT), await objects.get(*_LIVES)  # a change writes them in the other order
         self._version = version
         if data is None and before is not None and before.had_tenants:
             logger.error("the database has lost its tenants and keys: those known here stay in force, until the end")
         document = (before or Tenancy()) if data is None else msgspec.json.decode(data, type=Tenancy)
-        self._use(document, known if raw is None else msgspec.json.decode(raw, type=Lives))
-        return (self._document, self._lives) != (before, known)
+        self._use(document, lives if raw is None else msgspec.json.decode(raw, type=Lives))
+        return (self._document, self._lives) != (before, lives)
 
     def start(self, changed: Callable[[], None]) -> None:
         """Look regularly from now on, and tell of changes."""
         self._watching = run_in_background(partial(self._watch, changed))
 
     async def _watch(self, changed: Callable[[], None]) -> None:
-        failed, told = False, (self._document, self._lives)
+        failed, announced = False, (self._document, self._lives)
         while True:
             try:
                 await self.look()
                 await self.note_lives()
                 now = self._document, self._lives
-                if now != told:  # by a look, or by a change made here
+                if now != announced:  # by a look, or by a change made here
                     changed()
-                told = now
+                announced = now
                 failed = False
             except Exception:
                 if not failed:
@@ -261,13 +261,13 @@ class TenantRegistry:
         """
         now = datetime.fromtimestamp(self.objects.now_s(), UTC)
         data = await self.objects.get(_TENANT, _KIND, "document")
-        found = {one.id: one for one in (msgspec.json.decode(data, type=Tenancy).log if data is not None else ())}
+        entries = {one.id: one for one in (msgspec.json.decode(data, type=Tenancy).log if data is not None else ())}
         month, listed = now, list[TenancyChange]()
         while month >= (now - KEPT).replace(day=1) and len(listed) < most:
             for raw in await self.objects.all(_TENANT, f"{_LOG} {month:%Y-%m}"):
                 entry = msgspec.json.decode(raw, type=TenancyChange)
-                found[entry.id] = entry
-            listed = sorted(found.values(), key=lambda one: (one.at_s, one.id), reverse=True)
+                entries[entry.id] = entry
+            listed = sorted(entries.values(), key=lambda one: (one.at_s, one.id), reverse=True)
             if after is not None:
                 at = next((number for number, one in enumerate(listed) if one.id == after), len(listed))
                 listed = listed[at + 1 :]

@@ -31,8 +31,8 @@ def stored_weights(registry: TenantRegistry) -> dict[str, float] | None:
 
     def differs(life: str) -> bool:
         name = name_of(life)
-        found = stored.get(name)
-        return name != life or (found is not None and (found.added or "cache_share" in found.fields))
+        override = stored.get(name)
+        return name != life or (override is not None and (override.added or "cache_share" in override.fields))
 
     return {one.name: one.cache_share for one in registry.tenants if differs(one.name)}
 

@@ -178,17 +178,17 @@ class BlockIndex:
         raw = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
         step = self._step
         # Scopes are compared by value once and then by identity, because a long prefix shares one object.
-        known = wanted = scope.at(0)
+        last = expected = scope.at(0)
         for i in range(limit):
             if i == scope.public_blocks:
-                known = wanted = scope.private
+                last = expected = scope.private
             entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])  # ``hash_at``, without a call
             if entry is None or entry.parent != parent or entry.token_bytes != raw[step * i : step * (i + 1)]:
                 break
-            if entry.scope is not known:
-                if entry.scope != wanted:
+            if entry.scope is not last:
+                if entry.scope != expected:
                     break
-                known = entry.scope
+                last = entry.scope
             parent = entry.block
             matched.append(parent)
         return matched

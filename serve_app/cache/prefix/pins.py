@@ -118,9 +118,9 @@ class Pins:
 
     def recall(self, blocks: Sequence[int], tenant: str) -> bytes | None:
         """Return the pin to remove next, the last of the tenant most over its share, or None if no pin is lent."""
-        held_blocks, share_blocks = self.room(tenant)
+        own_blocks, share_blocks = self.room(tenant)
         more_blocks = len(blocks) - self.pinned_leading(blocks, tenant)
-        if len(self._shares) < 2 or held_blocks + more_blocks > share_blocks:
+        if len(self._shares) < 2 or own_blocks + more_blocks > share_blocks:
             return None
         beyond = {name: len(counts) - self._shares.get(name, 0) for name, counts in self._tenants_counts.items()}
         furthest = max(beyond, key=beyond.__getitem__, default=tenant)

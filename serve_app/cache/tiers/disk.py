@@ -119,15 +119,15 @@ class BlockFiles:
         check_payload(header, payload.reshape(1, -1))
         return block, payload
 
-    def read_header(self, found: FoundFile) -> TierBlock:
+    def read_header(self, entry: FoundFile) -> TierBlock:
         """Return the block in a file's header, without reading the payload. Raises OSError or a TransferError."""
-        with open(self._path(found.block_hash, found.saved_until_s), "rb") as file:
+        with open(self._path(entry.block_hash, entry.saved_until_s), "rb") as file:
             prefix = file.read(PREFIX_BYTES)
             data = prefix + file.read(header_bytes(prefix) - PREFIX_BYTES)
         header, start = decode_header(data)
-        if start + header.payload_bytes != found.size:
-            raise Damaged(f"{found.size} bytes where the header names {start + header.payload_bytes}")
-        return self._check_block(header, found.block_hash)
+        if start + header.payload_bytes != entry.size:
+            raise Damaged(f"{entry.size} bytes where the header names {start + header.payload_bytes}")
+        return self._check_block(header, entry.block_hash)
 
     def mark(self, block_hash: bytes, before_s: float | None, saved_until_s: float | None) -> None:
         """Rename a block's file to change the expiry of its save in the name. Raises OSError."""
@@ -289,20 +289,20 @@ class DiskTier:
 
     def known(self, block: TierBlock | Wanted) -> bool | None:
         """Return whether a block is stored (any thread); False: another one has its hash."""
-        held = self.index.find(block.block_hash)
-        return None if held is None else held.prefix_digest == block.prefix_digest
+        stored = self.index.find(block.block_hash)
+        return None if stored is None else stored.prefix_digest == block.prefix_digest
 
-    def holds(self, wanted: Wanted | TierBlock) -> bool:
+    def holds(self, block: Wanted | TierBlock) -> bool:
         """Return whether a block is stored (any thread)."""
-        return self.known(wanted) is True
+        return self.known(block) is True
 
     def store(self, block: TierBlock, row: Row, saved_until_s: float | None = None, *, life: int | None = None) -> bool:
         """Write a block, after evictions if needed, and return whether it is stored. ``life``: when it was offered."""
         life = self.life if life is None else life
         block_hash = block.block_hash
-        known = self.known(block)
-        if known is not None:
-            if not known:
+        stored = self.known(block)
+        if stored is not None:
+            if not stored:
                 return False
             self.touch([block_hash])
             return saved_until_s is None or self.mark([block_hash], saved_until_s) == 1
@@ -341,9 +341,9 @@ class DiskTier:
                 self._files.remove(block_hash, filed.saved_until_s)
             return None
 
-    def read(self, wanted: Sequence[Wanted]) -> Iterator[tuple[TierBlock, Row]]:
+    def read(self, blocks: Sequence[Wanted]) -> Iterator[tuple[TierBlock, Row]]:
         """Yield the blocks that can be read, up to the first that cannot."""
-        for one in wanted:
+        for one in blocks:
             block = self.load(one.block_hash)
             if block is None:
                 return

@@ -84,10 +84,10 @@ class HostTier(Tier):
         self.index: HostSlab = HostSlab(bound, parts.size_bytes, row_bytes, parts.shares, parts.clock)
         self.counts = self.index.counts
 
-    def holds(self, wanted: Wanted | TierBlock) -> bool:
+    def holds(self, block: Wanted | TierBlock) -> bool:
         """Return whether a block is here."""
-        held = self.index.find(wanted.block_hash)
-        return held is not None and held.prefix_digest == wanted.prefix_digest
+        stored = self.index.find(block.block_hash)
+        return stored is not None and stored.prefix_digest == block.prefix_digest
 
     def row(self, block_hash: bytes) -> Row | None:
         """Return a block's bytes, a view until the next ``put``."""
@@ -122,8 +122,8 @@ class HostTier(Tier):
         self.use([block.block_hash for block in batch])
         fresh: dict[bytes, tuple[int, Row]] = {}
         for i, block in enumerate(batch):
-            held = host.find(block.block_hash)
-            if held is None:
+            stored = host.find(block.block_hash)
+            if stored is None:
                 if host.full:
                     victim = host.next_victim(block.owner)
                     assert victim is not None, "nothing is saved in host memory"
@@ -134,7 +134,7 @@ class HostTier(Tier):
                     host.remove(victim.block.block_hash)
                     host.counts.evicted_blocks += 1
                 fresh[block.block_hash] = (base + i, host.put(block))
-            elif held.prefix_digest == block.prefix_digest:
+            elif stored.prefix_digest == block.prefix_digest:
                 host.use(block.block_hash)
             else:
                 host.counts.drops += 1
@@ -143,8 +143,8 @@ class HostTier(Tier):
     def _fill(self, fresh: dict[bytes, tuple[int, Row]], read: ReadRows) -> None:
         """Fill the new rows from the pool, and empty ``fresh``."""
         if fresh:
-            wanted, rows = zip(*fresh.values(), strict=True)
-            read(wanted, rows)
+            blocks, rows = zip(*fresh.values(), strict=True)
+            read(blocks, rows)
             self.counts.stores += len(rows)
             fresh.clear()
 

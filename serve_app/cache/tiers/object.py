@@ -177,9 +177,9 @@ class ObjectStore:
         fresh_until_s = self._fresh_until_s.get(name) if name is not None else None
         return True if fresh_until_s is not None and fresh_until_s > self._clock() else None
 
-    def holds(self, wanted: Wanted | TierBlock) -> bool:
+    def holds(self, block: Wanted | TierBlock) -> bool:
         """Return whether it is worth asking for a block."""
-        name = self._name(wanted) if self._usable() else None
+        name = self._name(block) if self._usable() else None
         return name is not None and (self._absent_until_s.get(name) or -math.inf) <= self._clock()
 
     def store(self, block: TierBlock, row: Row, saved_until_s: float | None = None, *, life: int | None = None) -> bool:
@@ -206,22 +206,22 @@ class ObjectStore:
             self._begin(self._sweep)
         return True
 
-    def read(self, wanted: Sequence[Wanted]) -> Iterator[tuple[TierBlock, Row]]:
+    def read(self, blocks: Sequence[Wanted]) -> Iterator[tuple[TierBlock, Row]]:
         """Yield blocks up to the first that is absent, unreadable or too late. The first one alone, then batches."""
         life = self.life
-        for start in (0, *range(1, len(wanted), BATCH)):
-            batch = [(one, name) for one in wanted[start : start + BATCH if start else 1] if (name := self._name(one))]
+        for start in (0, *range(1, len(blocks), BATCH)):
+            batch = [(one, name) for one in blocks[start : start + BATCH if start else 1] if (name := self._name(one))]
             if not batch:
                 return
             paths = [self._path(name) for _, name in batch]
-            found = self._call(partial(self._read, paths)) if self._usable() else None
+            contents = self._call(partial(self._read, paths)) if self._usable() else None
             for one, name in batch:
-                content = (found or {}).get(self._path(name))
+                content = (contents or {}).get(self._path(name))
                 block = self._opened(one, name, content) if isinstance(content, bytes) else None
                 if block is None or life != self.life:
                     if isinstance(content, Exception) and not isinstance(content, FileNotFoundError):
                         self._failed(content)
-                    elif found is not None:
+                    elif contents is not None:
                         self._absent_until_s.put(name, self._clock() + ABSENT_S)
                         self._fresh_until_s.drop(name)
                     return
@@ -264,24 +264,24 @@ class ObjectStore:
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name[:2]}/{name}.kv"
 
-    def _opened(self, wanted: Wanted, name: str, content: bytes) -> tuple[TierBlock, Row] | None:
+    def _opened(self, expected: Wanted, name: str, content: bytes) -> tuple[TierBlock, Row] | None:
         """Return the block in an object, or None if it is not the wanted one, whole and unaltered."""
-        keys = self._keys.get(wanted.scope)
+        keys = self._keys.get(expected.scope)
         try:
             if keys is None or len(content) < _NONCE_BYTES:
                 raise InvalidTag
             plain = keys.content.decrypt(content[:_NONCE_BYTES], content[_NONCE_BYTES:], name.encode())
-            block, row = self._codec.decode(plain, wanted.block_hash)
+            block, row = self._codec.decode(plain, expected.block_hash)
         except (InvalidTag, TransferError):
             self.refused_files += 1
             _log.warning("an object of the cache cannot be read: it was altered, or is incomplete")
             return None
-        return (block, row) if block.prefix_digest == wanted.prefix_digest else None
+        return (block, row) if block.prefix_digest == expected.prefix_digest else None
 
     def _read(self, paths: Sequence[str]) -> dict[str, Any]:
         """Return each object's content or error; no more of it than a block has, whatever somebody put there."""
-        found = self._fs.cat_ranges([*paths], 0, self._most_bytes, on_error="return")
-        return dict(zip(paths, found, strict=True))
+        contents = self._fs.cat_ranges([*paths], 0, self._most_bytes, on_error="return")
+        return dict(zip(paths, contents, strict=True))
 
     def _write(self, name: str, content: bytes) -> None:
         path = self._path(name)
@@ -303,11 +303,11 @@ class ObjectStore:
             for path in group:
                 self._fresh_until_s.drop(path.rpartition("/")[2].removesuffix(".kv"))
 
-    def _found(self) -> list[tuple[float, int, str]]:
+    def _listing(self) -> list[tuple[float, int, str]]:
         """Return time, size and path of every object, the oldest first."""
         with suppress(FileNotFoundError):
-            found = self._fs.find(self._folder, detail=True)
-            return sorted((_written_s(info), int(info.get("size") or 0), path) for path, info in found.items())
+            listing = self._fs.find(self._folder, detail=True)
+            return sorted((_written_s(info), int(info.get("size") or 0), path) for path, info in listing.items())
         return []
 
     def _sweep(self) -> None:
@@ -316,7 +316,7 @@ class ObjectStore:
             return
         try:
             self._next_sweep_s, self._written_bytes = self._clock() + SWEEP_S, 0
-            objects = self._found()
+            objects = self._listing()
             excess = sum(size for _, size, _ in objects) - self._capacity_bytes
             if excess > 0:
                 excess += self._capacity_bytes // SWEEP_PART
@@ -338,7 +338,7 @@ class ObjectStore:
         life, pause_s = self.life, 1.0
         while not self._closed and life == self.life:
             try:
-                self._remove([path for _, _, path in self._found()])
+                self._remove([path for _, _, path in self._listing()])
                 self._clearing = life != self.life
                 return
             except Exception as error:

@@ -65,10 +65,10 @@ class Wanted(NamedTuple):
 class TierLoad:
     """A load of blocks of one prefix, parents first. Once ``done``, ``blocks`` has the longest readable run."""
 
-    def __init__(self, tier: "Tier", wanted: Sequence[Wanted]) -> None:
+    def __init__(self, tier: "Tier", blocks: Sequence[Wanted]) -> None:
         self.tier = tier
-        self.wanted = tuple(wanted)
-        self.names = frozenset(one.block_hash for one in wanted)
+        self.wanted = tuple(blocks)
+        self.names = frozenset(one.block_hash for one in blocks)
         self.blocks: dict[bytes, tuple[TierBlock, Row]] = {}
         self.duration_s = 0.0
         self.observed = False
@@ -126,16 +126,16 @@ class Tier(ABC):
         self._size_bytes = parts.size_bytes
 
     @abstractmethod
-    def holds(self, wanted: Wanted | TierBlock) -> bool:
+    def holds(self, block: Wanted | TierBlock) -> bool:
         """Return whether a block is here, or worth a ``load`` that may find it."""
 
     def row(self, block_hash: bytes) -> Row | None:
         """Return the bytes of a block that needs no load, a view until the next ``put``."""
         return None
 
-    def load(self, wanted: Sequence[Wanted]) -> TierLoad:
+    def load(self, blocks: Sequence[Wanted]) -> TierLoad:
         """Start reading blocks without a ``row``, parents first; nothing where every block has one."""
-        load = TierLoad(self, wanted)
+        load = TierLoad(self, blocks)
         load.done = True
         return load
 

@@ -74,7 +74,7 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
         self.digest = TierDigest(tier, 0, 0)
         self._tier = tier
         self._entries: OrderedDict[bytes, E] = OrderedDict()
-        self._held_before: dict[bytes, bool] = {}
+        self._stored_before: dict[bytes, bool] = {}
         """For each block added or removed since the last ``take_events``: whether it was held then."""
         self._uses = 0
 
@@ -111,7 +111,7 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
         self.account(entry.block.owner).held += entry.size
         self.used_bytes += entry.size
         self._put(entry)
-        self._note(block_hash, held_before=False)
+        self._note(block_hash, stored_before=False)
 
     def use(self, block_hash: bytes) -> None:
         """Make a held block the most recently used one. Raises KeyError."""
@@ -132,7 +132,7 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
         account.held -= entry.size
         account.queue.discard(block_hash)
         self.used_bytes -= entry.size
-        self._note(block_hash, held_before=True)
+        self._note(block_hash, stored_before=True)
         return entry
 
     def next_victim(self, owner: str, *, saved: bool = False) -> E | None:
@@ -149,7 +149,7 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
     def clear(self) -> None:
         """Forget every block."""
         for block_hash in self._entries:
-            self._note(block_hash, held_before=True)
+            self._note(block_hash, stored_before=True)
         self._entries.clear()
         self.used_bytes = 0
         for account in self._accounts.values():
@@ -158,26 +158,26 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
     @property
     def has_events(self) -> bool:
         """Whether ``take_events`` has anything (any thread)."""
-        return bool(self._held_before)
+        return bool(self._stored_before)
 
     def announce(self) -> None:
         """Announce all held blocks to routers without any knowledge: saved ones first, and newer ones first."""
-        held = sorted(self._entries.values(), key=lambda entry: entry.saved_until_s is not None)
-        self._held_before = {entry.block.block_hash: False for entry in held}
+        entries = sorted(self._entries.values(), key=lambda entry: entry.saved_until_s is not None)
+        self._stored_before = {entry.block.block_hash: False for entry in entries}
 
     def take_events(self) -> list[TierEvent]:
         """Return the changes since the last call: removed blocks, then stored blocks, the last one first."""
-        before, self._held_before = self._held_before, {}
+        before, self._stored_before = self._stored_before, {}
         self.digest = TierDigest(self._tier, len(self._entries), self.xor)
-        removed = b"".join(name for name, held in before.items() if held and name not in self._entries)
+        removed = b"".join(name for name, stored in before.items() if stored and name not in self._entries)
         # Children were added before their parents, and are announced after them.
         stored = b"".join(name for name in reversed(before) if not before[name] and name in self._entries)
         events: list[TierEvent] = [BlocksRemoved(removed, self._tier)] if removed else []
         return [*events, BlocksStored(stored, self._tier)] if stored else events
 
-    def _note(self, block_hash: bytes, *, held_before: bool) -> None:
+    def _note(self, block_hash: bytes, *, stored_before: bool) -> None:
         self.xor ^= block_word(block_hash)
-        self._held_before.setdefault(block_hash, held_before)
+        self._stored_before.setdefault(block_hash, stored_before)
 
     def _put(self, entry: E) -> None:
         """Rank a block as used now."""

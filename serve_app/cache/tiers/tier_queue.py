@@ -49,13 +49,13 @@ class BlockStore(Protocol):
     def known(self, block: TierBlock) -> bool | None:
         """Return whether a block is stored already (any thread); False: another one has its hash."""
 
-    def holds(self, wanted: Wanted | TierBlock) -> bool:
+    def holds(self, block: Wanted | TierBlock) -> bool:
         """See ``Tier.holds`` (any thread)."""
 
     def store(self, block: TierBlock, row: Row, saved_until_s: float | None = None, *, life: int | None = None) -> bool:
         """Write a block, and return whether it is stored. ``life``: when it was offered."""
 
-    def read(self, wanted: Sequence[Wanted]) -> Iterator[tuple[TierBlock, Row]]:
+    def read(self, blocks: Sequence[Wanted]) -> Iterator[tuple[TierBlock, Row]]:
         """Yield the blocks that can be read, up to the first that cannot."""
 
     def touch(self, block_hashes: Iterable[bytes]) -> None:
@@ -102,29 +102,29 @@ class TierQueue(Tier):
         """The number of blocks that wait to be written."""
         return len(self._pending)
 
-    def holds(self, wanted: Wanted | TierBlock) -> bool:
+    def holds(self, block: Wanted | TierBlock) -> bool:
         """Return whether a block is stored or waits to be written."""
-        pending = self._pending.get(wanted.block_hash)
-        return pending[0].prefix_digest == wanted.prefix_digest if pending else self.store.holds(wanted)
+        pending = self._pending.get(block.block_hash)
+        return pending[0].prefix_digest == block.prefix_digest if pending else self.store.holds(block)
 
     def put(self, blocks: Sequence[TierBlock], read: ReadRows, saved_until_s: float | None = None) -> bool:
         """Queue a batch for writing. If the queue has too little space, prefix heads are stored and tails dropped."""
         fresh: list[int] = []
-        held: list[bytes] = []
+        stored: list[bytes] = []
         foreign = 0
         for i, block in enumerate(blocks):
             pending = self._pending.get(block.block_hash)
-            known = pending[0].prefix_digest == block.prefix_digest if pending else self.store.known(block)
-            if known is None:
+            same = pending[0].prefix_digest == block.prefix_digest if pending else self.store.known(block)
+            if same is None:
                 fresh.append(i)
-            elif known:
-                held.append(block.block_hash)
+            elif same:
+                stored.append(block.block_hash)
             else:
                 foreign += 1
-        if held:
-            self._enqueue(lambda: self.store.touch(held))
+        if stored:
+            self._enqueue(lambda: self.store.touch(stored))
             if saved_until_s is not None:
-                self.mark(held, saved_until_s)
+                self.mark(stored, saved_until_s)
         with self._offering:
             excess = max(0, len(fresh) - self.room())
             self.counts.drops += excess + foreign
@@ -153,9 +153,9 @@ class TierQueue(Tier):
         """Note the root of a scope, by the scope's digest."""
         self.store.learn(scope, root)
 
-    def load(self, wanted: Sequence[Wanted]) -> TierLoad:
+    def load(self, blocks: Sequence[Wanted]) -> TierLoad:
         """Start reading blocks of one prefix, parents first."""
-        load = TierLoad(self, wanted)
+        load = TierLoad(self, blocks)
         self._enqueue(lambda: self._read(load), _LOAD)
         return load
 
@@ -240,9 +240,9 @@ class TierQueue(Tier):
             load.done = True
             self._wake()
 
-    def _blocks(self, wanted: Sequence[Wanted]) -> Iterator[tuple[TierBlock, Row]]:
+    def _blocks(self, blocks: Sequence[Wanted]) -> Iterator[tuple[TierBlock, Row]]:
         """Yield blocks, those that wait to be written from memory; after a missing one any others may follow."""
-        for waits, run in groupby(wanted, lambda one: one.block_hash in self._pending):
+        for waits, run in groupby(blocks, lambda one: one.block_hash in self._pending):
             ones = list(run)
             pending = (self._pending.get(one.block_hash) for one in ones)
             yield from (block for block in pending if block is not None) if waits else self.store.read(ones)

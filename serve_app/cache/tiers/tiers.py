@@ -71,14 +71,14 @@ class Tiers:
         for tier in self.tiers:
             tier.learn(scope, root)
 
-    def holder(self, wanted: Wanted | TierBlock) -> Tier | None:
+    def holder(self, block: Wanted | TierBlock) -> Tier | None:
         """Return the fastest tier that has a block, or may have it."""
-        return next((tier for tier in self.tiers if tier.holds(wanted)), None)
+        return next((tier for tier in self.tiers if tier.holds(block)), None)
 
-    def row(self, wanted: Wanted | TierBlock) -> Row | None:
+    def row(self, block: Wanted | TierBlock) -> Row | None:
         """Return the bytes of a block that needs no load, a view until the next spill."""
-        tier = self.holder(wanted)
-        return tier.row(wanted.block_hash) if tier is not None else None
+        tier = self.holder(block)
+        return tier.row(block.block_hash) if tier is not None else None
 
     def use(self, hashes: Sequence[bytes]) -> None:
         """Mark blocks that need no load (parents first) as needed, so that they are evicted last."""

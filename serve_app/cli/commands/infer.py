@@ -127,7 +127,7 @@ class _Results:
         if answered.warning:
             logger.warning("%s%s: %s", file.told, answered.line["custom_id"], answered.warning)
         if self._debug and answered.ok:
-            console.print(harmless(file.told + answered.told()), soft_wrap=True)
+            console.print(harmless(file.told + answered.debug_line()), soft_wrap=True)
         self._progress.advance(self._bar)
 
 

@@ -22,7 +22,7 @@ class Imbalance(Exception):
 
 
 EMPTY_WHEN_IDLE = (
-    *("LoadReporter._arrived", "LiveRequests._deadlines_s", "Budget._held", "EngineLoop.calls"),
+    *("LoadReporter._arrived", "LiveRequests._deadlines_s", "Budget._used_by", "EngineLoop.calls"),
     *("Scheduler._waiting", "RunningSet.sequences", "PendingBlocks._computing", "PendingBlocks._parked"),
     *("RunningSet._reserved", "Outbox._batches"),
     *("LoadedAdapters._live", "LoadedAdapters._running", "LoadedAdapters._retired", "TierLoader._fetches"),

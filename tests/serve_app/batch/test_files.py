@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from serve_app.batch import files
 from serve_app.batch.batches import ABANDONED_S
-from serve_app.batch.files import File, new_id, place_of, told_place
+from serve_app.batch.files import File, new_id, place_in_name, place_of
 from serve_app.errors import InvalidRequest, NotFound, RequestTooLarge
 from tests.harness.virtual_time import passes
 from tests.serve_app.batch.world import EPOCH_S, Died, Ingress, World
@@ -259,8 +259,8 @@ def test_a_file_ends_with_all_that_belongs_to_it(sent: list[tuple[str, int, int 
 def test_an_id_tells_its_place(now_s: float, prefix: str) -> None:
     """Also one of a result's file; an id of an earlier release has the place of its object."""
     name = new_id(prefix, now_s)
-    assert name.startswith(prefix) and told_place(name) == (int(now_s * 1000), name)
+    assert name.startswith(prefix) and place_in_name(name) == (int(now_s * 1000), name)
     old = File("file-" + "a" * 32, "", "", "", 0, EPOCH_S, 0.0)
-    assert told_place(old.id) is None and place_of(old) == (int(EPOCH_S * 1000), old.id)
+    assert place_in_name(old.id) is None and place_of(old) == (int(EPOCH_S * 1000), old.id)
     output = f"file-output-{name.removeprefix(prefix)}"
-    assert told_place(output) == (int(now_s * 1000), output)
+    assert place_in_name(output) == (int(now_s * 1000), output)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from serve_app.batch import lines as lines_module
 from serve_app.batch.batches import BATCH, StoredBatch, new_id
 from serve_app.batch.files import FILE, File
-from serve_app.batch.lines import PART_LINES, RawLine, asked, checked, lines_of
+from serve_app.batch.lines import PART_LINES, RawLine, checked, lines_of, request_of
 from serve_app.batch.wire import PageQuery, openai_batch, page
 from serve_app.errors import RequestTooLarge
 from tests.harness.virtual_time import passes
@@ -57,7 +57,7 @@ def test_a_line_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_line_is_asked_for_as_it_is_written_but_for_its_stream() -> None:
     raw = json.dumps({"custom_id": "a", "url": URL, "body": {"prompt": "p", "stream": True, "seed": 3}}).encode()
-    request, body = asked(raw)
+    request, body = request_of(raw)
     assert (request.custom_id, json.loads(body)) == ("a", {"prompt": "p", "seed": 3})
     ((number, custom_id, line),) = checked([RawLine(7, 40, raw)], URL)
     assert (number, custom_id) == (7, "a") and (getattr(line, "start", None), getattr(line, "length", 0)) == (

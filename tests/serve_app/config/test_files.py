@@ -25,7 +25,7 @@ from serve_app.config import engine
 from serve_app.config.app import AppConfig
 from serve_app.config.files import PATHS, load_settings, rooted
 from serve_app.config.live import LIVE, BadSettings, app_config, changed_salts, overlaid
-from serve_app.config.quantities import Bytes, Seconds, shown_bytes, shown_seconds
+from serve_app.config.quantities import Bytes, Seconds, duration_text, size_text
 from serve_app.config.reference import (
     ENTRIES,
     EXAMPLES,
@@ -320,8 +320,8 @@ def test_a_duration_is_the_sum_of_its_parts(parts: list[tuple[int, str]]) -> Non
 
 @given(st.integers(0, 2**50), st.integers(0, 10**6))
 def test_displayed_quantities_can_be_parsed(size: int, seconds: int) -> None:
-    assert Both(size_bytes=shown_bytes(size)).size_bytes == size  # type: ignore[arg-type]
-    assert Both(time_s=shown_seconds(seconds)).time_s == seconds  # type: ignore[arg-type]
+    assert Both(size_bytes=size_text(size)).size_bytes == size  # type: ignore[arg-type]
+    assert Both(time_s=duration_text(seconds)).time_s == seconds  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

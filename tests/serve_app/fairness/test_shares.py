@@ -100,7 +100,7 @@ def test_budgets_conserve_and_keep_an_eighth(total: int, steps: list[tuple[str, 
                 budget.take(tenant, amount)
                 held[tenant] += amount
         assert budget.used == held.total()
-        assert {name: budget._held[name] for name in "abc"} == {name: held[name] for name in "abc"}
+        assert {name: budget.held(name) for name in "abc"} == {name: held[name] for name in "abc"}
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 9), min_size=1), st.sampled_from("abc"))

@@ -33,7 +33,7 @@ async def test_a_flood_keeps_nobody_out() -> None:
     line, budget = line_of(64)
     flood = [asyncio.create_task(line.enter("a", 4, 100)) for _ in range(200)]
     await settle()
-    assert budget._held["a"] == 56
+    assert budget.held("a") == 56
     place = await asyncio.wait_for(line.enter("b", 1, 100), 1)
     assert (place.tenant, place.units) == ("b", 1)
     started = [task.result() for task in flood if task.done()]
@@ -123,7 +123,7 @@ async def test_a_large_request_within_its_share_is_not_starved_by_small_borrower
         await settle()
     assert large.done()
     assert large.result().units == 16
-    assert budget._held["a"] == 16
+    assert budget.held("a") == 16
     for task in more:
         task.cancel()
     await asyncio.gather(*more, return_exceptions=True)
