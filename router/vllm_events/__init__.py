@@ -1,1 +1,1 @@
-"""vLLM's KV events: subscription, decoding, ordering, and translation to this project's hashes."""
+"""KV events in vLLM's form, which SGLang has, too: subscription, decoding, ordering, and translation to our hashes."""
