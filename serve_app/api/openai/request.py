@@ -148,6 +148,8 @@ class SamplingBody(JsonBody):
     @property
     def grammar(self) -> Grammar | None:
         """The grammar of the answer; None: any text. Raises InvalidRequest."""
+        if self.response_format is None and self.structured_outputs is None:
+            return None
         form = of_format(self.response_format, "response_format", "json_schema")
         other = _of_structured_outputs(self.structured_outputs)
         if form is not None and other is not None:
@@ -374,8 +376,7 @@ class GenerationBody(SamplingBody):
             raise reference_refused("prompt_logprobs", "prompt_logprobs")
         for name in ("response_format", "structured_outputs"):
             del fields[name]
-        formed = self.response_format is not None or self.structured_outputs is not None
-        fields["grammar"] = self.grammar if formed else None
+        fields["grammar"] = self.grammar
         fields["top_k"] = max(0, self.top_k)
         nvext, metadata, user = fields.pop("nvext"), fields.pop("metadata"), fields.pop("safety_identifier")
         hints = Hints.of(nvext, metadata) if nvext or metadata else NO_HINTS

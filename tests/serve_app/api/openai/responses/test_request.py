@@ -35,6 +35,15 @@ def test_logprobs_are_returned_if_included() -> None:
     assert (request.logprobs, request.repeated["top_logprobs"]) == (3, 3)
 
 
+def test_the_form_of_the_text_is_the_grammar() -> None:
+    """Also where no field of a chat's asks for one."""
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    grammar = parse(text={"format": form}).grammar
+    assert grammar is not None and grammar.field == "text.format.schema"
+    assert parse(text={"format": {"type": "text"}}).grammar is None
+    assert_refused(parse, {"text": {"format": form}, "structured_outputs": {"regex": "a"}}, "structured_outputs")
+
+
 def test_items_are_a_conversation() -> None:
     """Clients send it back: calls join the assistant's text, results become a tool's, and reasoning its answer's."""
     items = [
