@@ -52,6 +52,11 @@ class AdapterLoads:
         """Names of the adapters that the worker is loading."""
         return tuple(self._loads)
 
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Names of the adapters that the worker has, as far as is known here."""
+        return tuple(self._loaded)
+
     async def ensure(
         self,
         http: WorkerHttp,

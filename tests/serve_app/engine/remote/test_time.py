@@ -273,7 +273,7 @@ def test_loads_end_with_the_seat() -> None:
         seat.seat.leave("gone")
         await ended.wait()
         await let_others_run()
-        assert (out.errors["a"], seat.seat.loads.loading) == (remote.AWAY, ())
+        assert (out.errors["a"], seat.seat.loads.loading, seat.seat.loads.loaded) == (remote.AWAY, (), ())
 
     in_its_time(script)
 
