@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, Protocol
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.samples import Histogram, Sample, faded
 from serve_app.fairness.levels import Levels
-from serve_app.fairness.rate_limits import Allowance, TenantLimits, limit_reached
+from serve_app.fairness.rate_limits import Allowance, limit_reached
 
 MOST_SESSIONS = 256
 """The maximum for one tenant in a replica."""
@@ -482,25 +482,28 @@ class _Chain(NamedTuple):
 
 
 class SessionLimit:
-    """Adds the limit to an ingress' ``limits``. ``tokens_per_s``: a replica's prefill rate, 0.0 while unknown."""
+    """The limit in one ingress, and its ``levels``. ``tokens_per_s``: a replica's prefill rate, 0.0 while unknown."""
 
     def __init__(
         self,
-        limits: TenantLimits,
+        levels: Levels,
         block_size: int,
         tokens_per_s: Callable[[], float] = lambda: 0.0,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._levels: Levels = limits.levels
+        self._levels = levels
         self._sessions = Sessions(block_size, clock, tokens_per_s, most=MOST)
         self._clock = clock
         self._expired_s = clock()
         self._levels.counts[NAME] = self._count
-        limits.checks.append(self._begin)
-        limits.close_sessions = self._sessions.close
 
-    async def _begin(self, allowance: Allowance, prompts: Sequence[LimitedPrompt]) -> None:
+    def close(self, tenant: str, names: Collection[str]) -> None:
+        """End a tenant's sessions of some names."""
+        self._sessions.close(tenant, names)
+
+    async def check(self, allowance: Allowance, prompts: Sequence[LimitedPrompt]) -> None:
+        """Begin the sessions of a request's prompts, or continue them. Raises RateLimited."""
         config = allowance.config
         if config is None or config.concurrent_sessions is None:
             return

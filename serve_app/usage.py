@@ -13,7 +13,7 @@ import logging
 import operator
 import os
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -92,18 +92,24 @@ class LedgerError(ValueError):
 
 
 class Ledger:
-    """Counts usage. ``file`` None: in memory. ``block_size``: tokens of a block; 0: no cache. Raises LedgerError."""
+    """Counts usage. ``file`` None: in memory. ``block_size``: tokens of a block; 0: no cache. ``heard``: told of each
+    count. Raises LedgerError.
+    """
 
     def __init__(
-        self, file: Path | None, block_size: int, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)
+        self,
+        file: Path | None,
+        block_size: int,
+        heard: Sequence[Callable[[UsageKey, Counts], object]] = (),
+        *,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._block_size = block_size
         self._now = now
         self._new: dict[UsageKey, Counts] = {}
         self._lock = Lock()
         self._counting = Lock()
-        self.heard: list[Callable[[UsageKey, Counts], object]] = []
-        """Told of each count."""
+        self._heard = heard
         try:
             if file is not None:  # it names tenants
                 file = file.expanduser()
@@ -183,7 +189,7 @@ class Ledger:
 
     def _count(self, key: UsageKey, counts: Counts) -> None:
         self._add(key, counts)
-        for tell in self.heard:
+        for tell in self._heard:
             tell(key, counts)
 
     def _add(self, key: UsageKey, counts: Counts) -> None:

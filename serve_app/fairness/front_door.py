@@ -121,7 +121,7 @@ class FrontDoor:
             yield
         finally:
             self._beside -= 1
-            self._asked_s = self._clock()
+            self.note_asking()
 
     def asking(self) -> int:
         """Return the number of requests for a first replica: at least 1 for a while after one has come."""
@@ -132,7 +132,9 @@ class FrontDoor:
         """Register a new request. Raises RateLimited if too many of its tenant's requests wait or have arrived."""
         self._shares.touch(tenant)
         self._check(self._requests, tenant, 1)
-        return Arrival(self, tenant, self._limits.begin(tenant))
+        allowance = self._limits.begin(tenant)
+        self._requests.take(tenant, 1)
+        return Arrival(self, tenant, allowance)
 
     def learn(self, tenant: str, body_bytes: int, uncached_tokens: int) -> None:
         """Record the cost of an answered request."""
@@ -141,6 +143,40 @@ class FrontDoor:
     def cost_tokens(self, tenant: str, body_bytes: int) -> int:
         """Return the estimated uncached tokens of a tenant's body, from its earlier requests."""
         return int(self._uncached[tenant].value * body_bytes)
+
+    # What an ``Arrival`` does here.
+
+    def let_in(self, tenant: str, requests: int, body_bytes: int) -> None:
+        """Count what waits here from now on. Raises RateLimited, or Overloaded while no replica has started."""
+        self._shares.touch(tenant)
+        more = [
+            (budget, amount) for budget, amount in ((self._requests, requests), (self._bytes, body_bytes)) if amount
+        ]
+        for budget, amount in more:
+            self._check(budget, tenant, amount)
+        for budget, amount in more:
+            budget.take(tenant, amount)
+
+    def let_out(self, tenant: str, requests: int, body_bytes: int) -> None:
+        """Count what waits here no longer."""
+        for budget, amount in ((self._requests, requests), (self._bytes, body_bytes)):
+            if amount:
+                budget.give_back(tenant, amount)
+
+    async def turn(self, arrival: Arrival, choices: int, order: int, *, flex: bool) -> Place:
+        """Wait for places. Raises RateLimited: see ``Arrival.turn``."""
+        tenant, room = arrival.tenant, self._requests
+        if not flex:
+            self._others_s = self._clock()
+        await arrival.allowance.agree()
+        if flex and not room.claim(tenant, room.share(tenant) // 2).within:
+            raise self._refusal(room, tenant, own=True, code="resource_unavailable")
+        cost = max(choices, self.cost_tokens(tenant, arrival.body_bytes))
+        return await self._line.enter(tenant, choices, cost, order)
+
+    def note_asking(self) -> None:
+        """Note that a request needs a replica now."""
+        self._asked_s = self._clock()
 
     def _check(self, budget: Budget, tenant: str, amount: int) -> None:
         """Raise RateLimited, or Overloaded while no replica has started, unless a tenant may take ``amount``.
@@ -170,14 +206,14 @@ class Arrival:
 
     def __init__(self, door: FrontDoor, tenant: str, allowance: Allowance) -> None:
         self.allowance = allowance
-        self._handed_over = False
+        self.tenant = tenant
+        self.body_bytes = 0
         self._door = door
         self._instead_of: FrontDoor | None = None
-        self._tenant = tenant
-        self._waits = True
+        self._waits = 1
+        """Whether it is counted among the requests that wait there."""
         self._place: Place | None = None
-        self.body_bytes = 0
-        door._requests.take(tenant, 1)
+        self._handed_over = False
 
     def __enter__(self) -> Arrival:
         return self
@@ -187,8 +223,7 @@ class Arrival:
 
     def grow(self, size_bytes: int) -> None:
         """Count bytes of the body before they are read. Raises RateLimited if too many of its tenant's bytes wait."""
-        self._door._check(self._door._bytes, self._tenant, size_bytes)
-        self._door._bytes.take(self._tenant, size_bytes)
+        self._door.let_in(self.tenant, 0, size_bytes)
         self.body_bytes += size_bytes
 
     def move(self, door: FrontDoor, instead_of: FrontDoor | None = None) -> None:
@@ -196,14 +231,11 @@ class Arrival:
 
         ``instead_of``: that of a model that is to start for this request, though another one answers it.
         """
-        door._shares.touch(self._tenant)
-        door._check(door._requests, self._tenant, 1)
-        door._check(door._bytes, self._tenant, self.body_bytes)
-        for budget, amount in ((self._door._requests, 1), (self._door._bytes, self.body_bytes)):
-            budget.give_back(self._tenant, amount)
-        door._requests.take(self._tenant, 1)
-        door._bytes.take(self._tenant, self.body_bytes)
-        self._door, self._instead_of = door, instead_of
+        self._instead_of = instead_of
+        if door is not self._door:
+            door.let_in(self.tenant, self._waits, self.body_bytes)
+            self._door.let_out(self.tenant, self._waits, self.body_bytes)
+            self._door = door
 
     async def turn(self, choices: int, order: int = 0, *, flex: bool = False) -> None:
         """Wait for a place for ``choices`` generations, or for the tenant's whole share if that is less.
@@ -212,14 +244,7 @@ class Arrival:
         are under way at all ingresses, and for a ``flex`` request that would not leave half of the tenant's queue
         capacity to its other requests.
         """
-        if not flex:
-            self._door._others_s = self._door._clock()
-        await self.allowance.agree()
-        room = self._door._requests
-        if flex and not room.claim(self._tenant, room.share(self._tenant) // 2).within:
-            raise self._door._refusal(room, self._tenant, own=True, code="resource_unavailable")
-        cost = max(choices, self._door.cost_tokens(self._tenant, self.body_bytes))
-        self._place = await self._door._line.enter(self._tenant, choices, cost, order)
+        self._place = await self._door.turn(self, choices, order, flex=flex)
         self._stop_waiting()
 
     def hand_over(self) -> Place:
@@ -229,16 +254,15 @@ class Arrival:
         assert place is not None, "a turn grants a place"
         for door in (self._door, self._instead_of):  # no limit refuses the request from here on
             if door is not None:
-                door._asked_s = door._clock()
+                door.note_asking()
         self.release()
         return place
 
     def release(self) -> None:
         """Free everything that this request holds. A repeated call has no effect."""
         self._stop_waiting()
-        if self.body_bytes:
-            self._door._bytes.give_back(self._tenant, self.body_bytes)
-            self.body_bytes = 0
+        self._door.let_out(self.tenant, 0, self.body_bytes)
+        self.body_bytes = 0
         if self._place is not None:
             self._place.give_back()
             self._place = None
@@ -246,6 +270,5 @@ class Arrival:
             self.allowance.end(refused=True)
 
     def _stop_waiting(self) -> None:
-        if self._waits:
-            self._waits = False
-            self._door._requests.give_back(self._tenant, 1)
+        self._door.let_out(self.tenant, self._waits, 0)
+        self._waits = 0

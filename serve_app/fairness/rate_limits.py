@@ -119,7 +119,10 @@ class _Tenant:
 
 
 class TenantLimits:
-    """The limits of all tenants in one of ``ingresses``. ``levels``: this ingress' home of what is counted at once."""
+    """The limits of all tenants in one of ``ingresses``. ``levels``: this ingress' home of what is counted at once.
+
+    ``checks``: limits that need a request's prompts.
+    """
 
     def __init__(
         self,
@@ -127,14 +130,12 @@ class TenantLimits:
         ingresses: int = 1,
         *,
         levels: Levels | None = None,
+        checks: Sequence[Check] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ingresses = ingresses
         self.levels = levels or Levels()
-        self.checks: list[Check] = []
-        """Limits that need a request's prompts."""
-        self.close_sessions: Callable[[str, Sequence[str]], object] = lambda tenant, names: None
-        """Ends a tenant's sessions of some names; nothing counts them before ``SessionLimit``."""
+        self.checks = tuple(checks)
         self.levels.counts["concurrent_requests"] = self._requests_here
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}

@@ -1,7 +1,7 @@
 """Batches at this ingress: each line's request goes through its own application, as if its tenant had sent it."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,15 +38,15 @@ class ModelGate:
 class BatchDesk:
     """The tenants' files and batches, and their runner.
 
-    ``tenants``: those known now, by name; ``aliases``: other names of models.
+    ``tenants``: those known now, by name; ``gates``: of the served models; ``aliases``: other names of those.
     """
 
     objects: StoredObjects
     name: str
     tenants: Callable[[], dict[str, Tenant]]
-    gates: list[ModelGate] = field(default_factory=list)
-    aliases: Callable[[], Mapping[str, str]] = dict
-    application: ASGIApp | None = None
+    gates: Callable[[], Sequence[ModelGate]]
+    aliases: Callable[[], Mapping[str, str]]
+    _application: ASGIApp | None = None
     files: Files = field(init=False)
     batches: Batches = field(init=False)
     worker: BatchWorker = field(init=False)
@@ -60,9 +60,14 @@ class BatchDesk:
             self._ask,
             lambda tenant: tenant in self.tenants(),
             self._quiet,
-            lambda: sum(gate.door.places() for gate in self.gates) // 2,
-            lambda: LANES * max(1, sum(gate.replicas() for gate in self.gates)),
+            lambda: sum(gate.door.places() for gate in self.gates()) // 2,
+            lambda: LANES * max(1, sum(gate.replicas() for gate in self.gates())),
         )
+
+    def start(self, application: ASGIApp) -> None:
+        """Run batches from now on; ``application`` answers their lines."""
+        self._application = application
+        self.worker.start()
 
     def _quiet(self, tenant: str, model: str) -> bool:
         """Return whether a line for a model may start now: nobody waits there; for an unknown name: anywhere."""
@@ -72,13 +77,13 @@ class BatchDesk:
             own = sum(lines for name, lines in asking.items() if gate.serves(aliases.get(name, name)))
             return gate.door.is_quiet(tenant, own) and gate.waiting() <= own
 
-        gates = [gate for gate in self.gates if gate.serves(aliases.get(model, model))] or self.gates
-        return all(map(is_quiet, gates))
+        gates = self.gates()
+        return all(map(is_quiet, [gate for gate in gates if gate.serves(aliases.get(model, model))] or gates))
 
     async def _ask(self, tenant: str, path: str, body: bytes, request_id: str, waits: bool) -> Said:
         """Answer a request as the application would. Every rule holds; if it ``waits``, it does for all other work."""
         known = self.tenants().get(tenant)
-        if known is None or self.application is None:
+        if known is None or self._application is None:
             return Said(503, b"", retry_after_s=5.0)
         status, headers, answer = 500, dict[str, str](), bytearray()
         read = False
@@ -98,7 +103,7 @@ class BatchDesk:
             else:
                 answer.extend(message.get("body", b""))
 
-        await self.application(_scope(known, path, len(body), request_id, waits), receive, send)
+        await self._application(_scope(known, path, len(body), request_id, waits), receive, send)
         wait_s = headers.get("retry-after") if status in BUSY else None
         own = wait_s is not None and _limit_of(bytes(answer)) in OWN_LIMITS
         return Said(status, bytes(answer), headers.get(WARNING, ""), None if wait_s is None else float(wait_s), own)

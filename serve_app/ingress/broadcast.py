@@ -4,13 +4,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ReplicaState
+from ray.serve.schema import DeploymentStatusOverview, ReplicaState
 
 from router.protocol.request import NoReplicaLeft
 from router.protocol.version import mixes, version_of
@@ -19,7 +19,10 @@ from router.serve.request_router import deployment_key
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.errors import innermost
 from serve_app.fairness.levels import LevelAnswer, LevelQuestion
+from serve_app.notices import board_name, figures_prefix, read, read_shown
 from serve_app.ray_compat import advertisements, limit_broadcasts
+from serve_app.tenancy.registry import TenantRegistry
+from serve_app.tenancy.weights import post_weights
 
 logger = logging.getLogger(__name__)
 
@@ -114,25 +117,50 @@ class Broadcast:
                 logger.warning("a replica or an ingress does not answer yet", exc_info=True)
             await asyncio.sleep(0.5)
 
+    async def post_weights(self, registry: TenantRegistry) -> NoReturn:
+        """Tell the replicas the weights of tenants in the database, whenever they change."""
+        await post_weights(self.board, registry)
 
-def is_starting(app_name: str, deployment: str, *, unheard: bool = False) -> bool:
-    """Return whether replicas of a deployment are starting, and none of them has failed to; blocks.
+    # What the cluster says of the model's deployment. Each of these blocks.
 
-    ``unheard``: or whether one runs, for a router that has heard of none yet: Serve's status is ahead of its routers.
-    """
-    try:
-        found = serve.status().applications[app_name].deployments[deployment]
-    except (KeyError, RayError, RayServeException):
-        return False
-    if unheard and found.replica_states.get(ReplicaState.RUNNING):
-        return True
-    return found.status in ("UPDATING", "UPSCALING") and "Traceback" not in found.message
+    @property
+    def board(self) -> str:
+        """The name of the notice board."""
+        return board_name(self.app_name, self.replica.deployment_name)
 
+    @property
+    def figures_prefix(self) -> str:
+        """What the names of an ingress' figures for autoscaling begin with."""
+        return figures_prefix(self.replica.deployment_name)
 
-def message_of(app_name: str, deployment: str) -> str:
-    """Return what Serve says of a deployment, "" for nothing; blocks."""
-    try:
-        said = serve.status().applications[app_name].deployments[deployment].message
-    except (KeyError, RayError, RayServeException):
-        return ""
-    return innermost(said)
+    def notices(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the notices that operators see, by kind."""
+        return read_shown(self.board)
+
+    def scaling_notices(self) -> list[dict[str, Any]]:
+        """Return the autoscaler's notices, newest first."""
+        return read(self.board, "autoscaling")
+
+    def is_starting(self, *, unheard: bool = False) -> bool:
+        """Return whether replicas are starting, and none of them has failed to.
+
+        ``unheard``: or whether one runs, for a router that has heard of none yet: Serve's status is ahead of its
+        routers.
+        """
+        status = self._status()
+        if status is None:
+            return False
+        if unheard and status.replica_states.get(ReplicaState.RUNNING):
+            return True
+        return status.status in ("UPDATING", "UPSCALING") and "Traceback" not in status.message
+
+    def message(self) -> str:
+        """Return what Serve says of the deployment, "" for nothing."""
+        status = self._status()
+        return "" if status is None else innermost(status.message)
+
+    def _status(self) -> DeploymentStatusOverview | None:
+        try:
+            return serve.status().applications[self.app_name].deployments[self.replica.deployment_name]
+        except (KeyError, RayError, RayServeException):
+            return None

@@ -1,7 +1,7 @@
 """Operators' changes of tenants and keys over HTTP: what bodies mean, and how tenants, keys and changes are shown."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -81,11 +81,10 @@ class RotateBody(JsonBody):
 
 @dataclass(slots=True)
 class TenantAdmin:
-    """``changed``: puts what the registry knows in force at this ingress. ``broadcast``: to all ingresses."""
+    """Changes tenants and keys. ``broadcast``: to all ingresses."""
 
     registry: TenantRegistry
     broadcast: Broadcast
-    changed: Callable[[], None] = field(default=lambda: None)
 
     def tenants(self) -> list[dict[str, Any]]:
         """Return all tenants with what is in force for each."""
@@ -200,7 +199,7 @@ class TenantAdmin:
                 "$WARMPATH_RESPONSES_URL to a Redis or Postgres."
             )
         result = await self.registry.change(operator, change)
-        self.changed()
+        self.registry.changed()
         return result
 
     def _in_force(self) -> list[TenantConfig]:

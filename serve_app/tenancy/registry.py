@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -63,6 +62,7 @@ class TenantRegistry:
         self._lives = Lives()
         self._version: bytes | None = None
         self.looks = 0
+        self.changed: Callable[[], None] = lambda: None
         self._one_at_a_time = asyncio.Lock()
         """A look that began before a change would end with what was before it."""
         # An engine does not change while it runs.
@@ -147,10 +147,11 @@ class TenantRegistry:
         return (self._document, self._lives) != (before, lives)
 
     def start(self, changed: Callable[[], None]) -> None:
-        """Look regularly from now on, and tell of changes."""
-        self._watching = run_in_background(partial(self._watch, changed))
+        """Look regularly from now on. ``changed``: puts what is known now in force at this ingress."""
+        self.changed = changed
+        self._watching = run_in_background(self._watch)
 
-    async def _watch(self, changed: Callable[[], None]) -> None:
+    async def _watch(self) -> None:
         failed, announced = False, (self._document, self._lives)
         while True:
             try:
@@ -158,7 +159,7 @@ class TenantRegistry:
                 await self.note_lives()
                 now = self._document, self._lives
                 if now != announced:  # by a look, or by a change made here
-                    changed()
+                    self.changed()
                 announced = now
                 failed = False
             except Exception:

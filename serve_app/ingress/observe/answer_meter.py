@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,32 +30,28 @@ from serve_app.usage import Ledger
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Who hears of requests: a list of functions for each event. A part that is off is in none of them.
+    """Who hears of requests: functions for each event. A part that is off is in none of them.
 
     ``delivered``: a call has its first token (request, decision, facts, seconds since the call). ``first_token``: a
     sequence of an answer has its first token (answer, index, cached tokens). ``sent``: so has its client, and no token
     waits for the function (the same arguments); or the sequence's end is about to be sent, if those were only expected.
     ``ended``: an answer (answer, the error that ended it).
     ``corrected``: a prompt had other cached tokens than told (answer, index, told, true).
-    ``refused``: a request (tenant, reason). ``missed``: a prompt's cached prefix (tenant, reason, lost tokens).
-    ``advised``: a session's first miss that its client can avoid (request, facts). ``advises`` answer: with advice that
-    waits for the session's answer, "" for none.
+    ``refused``: a request (tenant, reason). ``advises`` answer: with advice that waits for the session's answer, "" for
+    none.
     """
 
-    delivered: list[Callable[[EngineRequest, Decision, FirstToken, float], None]] = field(default_factory=list)
-    first_token: list[Callable[[AnswerMeter, int, int], None]] = field(default_factory=list)
-    sent: list[Callable[[AnswerMeter, int, int], None]] = field(default_factory=list)
-    ended: list[Callable[[AnswerMeter, WarmpathError | None], None]] = field(default_factory=list)
-    corrected: list[Callable[[AnswerMeter, int, int, int], None]] = field(default_factory=list)
-    refused: list[Callable[[str, LimitReason], None]] = field(default_factory=list)
-    missed: list[Callable[[str, str, int], None]] = field(default_factory=list)
-    advised: list[Callable[[EngineRequest, Mapping[str, Any]], None]] = field(default_factory=list)
-    advises: list[Callable[[AnswerMeter], str]] = field(default_factory=list)
+    delivered: Sequence[Callable[[EngineRequest, Decision, FirstToken, float], None]] = ()
+    first_token: Sequence[Callable[[AnswerMeter, int, int], None]] = ()
+    sent: Sequence[Callable[[AnswerMeter, int, int], None]] = ()
+    ended: Sequence[Callable[[AnswerMeter, WarmpathError | None], None]] = ()
+    corrected: Sequence[Callable[[AnswerMeter, int, int, int], None]] = ()
+    refused: Sequence[Callable[[str, LimitReason], None]] = ()
+    advises: Sequence[Callable[[AnswerMeter], str]] = ()
 
-    def miss(self, tenant: str, reason: str, lost_tokens: int) -> None:
-        """Tell of a miss."""
-        for tell in self.missed:
-            tell(tenant, reason, lost_tokens)
+    def __add__(self, more: Observers) -> Observers:
+        """Return the observers of both."""
+        return Observers(*((*getattr(self, name), *getattr(more, name)) for name in self.__slots__))
 
 
 @dataclass(eq=False)
@@ -155,7 +151,7 @@ class AnswerMeter:
             tell(self, refusal)
 
 
-def observe_usage(observers: Observers, ledger: Ledger, metrics: IngressMetrics, block_size: int | None = None) -> None:
+def usage_observers(ledger: Ledger, metrics: IngressMetrics, block_size: int | None = None) -> Observers:
     """Charge prompts, once for all choices, and answers, to their tenants. ``block_size``: see ``Ledger.prompt``."""
 
     def prompt(answer: AnswerMeter, index: int, cached_tokens: int) -> None:
@@ -176,12 +172,10 @@ def observe_usage(observers: Observers, ledger: Ledger, metrics: IngressMetrics,
             model, ref = answer.request.answering_model, answer.generations[0].prompt_ref
             ledger.answer(answer.tenant, model, ref, answer.usage.total().completion_tokens)
 
-    observers.first_token.append(prompt)
-    observers.corrected.append(charge)
-    observers.ended.append(answered)
+    return Observers(first_token=[prompt], corrected=[charge], ended=[answered])
 
 
-def observe_prompts(observers: Observers, traffic: PromptTraffic) -> None:
+def prompt_observers(traffic: PromptTraffic) -> Observers:
     """Count the requests of registered prompts."""
 
     def used(answer: AnswerMeter, index: int, cached_tokens: int) -> None:
@@ -198,12 +192,16 @@ def observe_prompts(observers: Observers, traffic: PromptTraffic) -> None:
         if generation.prompt_ref and index % answer.request.n == 0:
             traffic.correct(generation.prompt_ref, told_tokens, cached_tokens)
 
-    observers.first_token.append(used)
-    observers.corrected.append(corrected)
+    return Observers(first_token=[used], corrected=[corrected])
 
 
-def observe_misses(observers: Observers, misses: MissDetector, book: AdviceBook) -> None:
-    """Explain cache misses, after a prompt's first piece was sent. ``book`` keeps advice for the next answer."""
+def miss_observers(
+    misses: MissDetector, book: AdviceBook, advised: Callable[[EngineRequest, Mapping[str, Any]], None] | None = None
+) -> Observers:
+    """Explain cache misses, after a prompt's first piece was sent. ``book`` keeps advice for the next answer.
+
+    ``advised``: told of a session's first miss that its client can avoid (request, facts).
+    """
 
     def explain(answer: AnswerMeter, index: int, cached_tokens: int) -> None:
         if index % answer.request.n == 0:
@@ -221,24 +219,22 @@ def observe_misses(observers: Observers, misses: MissDetector, book: AdviceBook)
             return
         miss = task.result()
         advice = advice_on(miss, answer.request.rules_off)
-        if advice and book.note(answer.tenant, answer.session, miss.reason, advice):
+        if advice and book.note(answer.tenant, answer.session, miss.reason, advice) and advised is not None:
             place = miss.first_difference
             facts = {"part": place.part if place else None, "line": place.line if place else None, "advice": advice}
-            for tell in observers.advised:
-                tell(answer.generations[index], {"reason": miss.reason, "lost_tokens": miss.lost_tokens, **facts})
+            advised(answer.generations[index], {"reason": miss.reason, "lost_tokens": miss.lost_tokens, **facts})
 
-    observers.sent.append(explain)
-    observers.advises.append(lambda answer: book.take(answer.tenant, answer.session))
+    return Observers(sent=[explain], advises=[lambda answer: book.take(answer.tenant, answer.session)])
 
 
-def observe_costs(observers: Observers, front_door: FrontDoor) -> None:
+def cost_observers(front_door: FrontDoor) -> Observers:
     """Teach the front door what a tenant's bodies cost."""
 
     def learn(answer: AnswerMeter, _: WarmpathError | None) -> None:
         if answer.last_s:
             front_door.learn(answer.tenant, answer.body_bytes, answer.uncached_tokens)
 
-    observers.ended.append(learn)
+    return Observers(ended=[learn])
 
 
 def trace_answer(answer: AnswerMeter, refusal: WarmpathError | None) -> None:

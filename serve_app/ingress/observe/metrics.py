@@ -53,13 +53,15 @@ _TIMES: dict[Span, tuple[str, frozenset[str]]] = {
 
 
 class IngressMetrics(Tally):
-    """An ingress' own counts. The label ``tenant`` holds only configured names, so its values are bounded."""
+    """An ingress' own counts. The label ``tenant`` holds only configured names, so its values are bounded.
 
-    def __init__(self) -> None:
+    ``more``: metrics that others count.
+    """
+
+    def __init__(self, more: Sequence[Callable[[], Iterable[Sample]]] = ()) -> None:
         super().__init__()
         self._expected: set[tuple[str, str]] = set()
-        self.more: list[Callable[[], Iterable[Sample]]] = []
-        """Metrics that others count."""
+        self._more = more
         self.inter_token_s: defaultdict[str, PlainHistogram] = defaultdict(lambda: PlainHistogram(ITL_BUCKETS_S))
         for name in _WITHOUT_LABELS:
             self.add(name, 0.0)
@@ -109,7 +111,7 @@ class IngressMetrics(Tally):
         """Return all metrics as flat samples, to merge with those of other ingresses and replicas."""
         found = [(name, labels, value) for (name, labels), value in self.values.items()]
         found += samples_of({"warmpath_build_info": 1}, ("version", __version__))
-        for others in self.more:
+        for others in self._more:
             found += others()
         for span, (name, bounds) in _TIMES.items():
             for tenant, times in self.times_s[span].items():

@@ -185,7 +185,7 @@ FRESH_S = 1.0
 """The lifetime of an answer: repeated requests share it, so no client can keep replicas busy."""
 
 
-class Shared:
+class SharedAnswers:
     """Answers by question, each shared by all who ask within ``FRESH_S``."""
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class SessionList:
 
     def __init__(self, replicas: Callable[..., Awaitable[list[Any]]]) -> None:
         self._replicas = replicas
-        self._lists = Shared()
+        self._lists = SharedAnswers()
 
     async def of(self, viewer: str | None) -> dict[str, Any]:
         """Return the document for a tenant, or (None) for an operator. Raises Overloaded if a replica is silent."""

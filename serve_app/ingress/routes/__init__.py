@@ -1,1 +1,1 @@
-"""The HTTP routes, one file for each API. They use the services of one ingress and nothing below them."""
+"""The HTTP routes, one file for each API. They use one address and nothing below it."""

@@ -19,13 +19,13 @@ from starlette.websockets import WebSocket
 
 from serve_app.api.openai.response import openai_error
 from serve_app.errors import MethodNotAllowed, NotFound, WarmpathError
+from serve_app.ingress.address import Address
 from serve_app.ingress.guard import Api, foreign_host
 from serve_app.ingress.http import credentials, json_response
 from serve_app.ingress.observe.tracing import TraceRequests
 from serve_app.ingress.routes import admin, batches, events, generation, operations, page, responses, tenants, tokens
 from serve_app.ingress.routes.api_page import api_page, api_page_file
 from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI, speaks_anthropic
-from serve_app.ingress.services import Services
 
 OPENAPI_PATH = "/openapi.json"
 ALL_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "POST")
@@ -71,21 +71,20 @@ NOT_HERE = {
 """Paths of OpenAI's, Anthropic's, Cohere's and vLLM's APIs that are not offered, and a sentence for each."""
 
 
-def make_application(services: Services) -> FastAPI:
+def make_application(address: Address) -> FastAPI:
     """Return the application; the settings turn ``/openapi.json`` and ``/docs`` on and off."""
 
-    desk = services.records.batches
+    desk = address.batches
 
     @asynccontextmanager
     async def life(served: FastAPI) -> AsyncIterator[None]:
         if desk is not None:
-            desk.application = served
-            desk.worker.start()
+            desk.start(served)
         yield
         if desk is not None:
             await desk.worker.stop()
-        if services.records.tracer is not None:
-            await asyncio.to_thread(services.records.tracer.close)
+        if address.tracer is not None:
+            await asyncio.to_thread(address.tracer.close)
 
     application = _Application(
         title="warmpath",
@@ -96,26 +95,26 @@ def make_application(services: Services) -> FastAPI:
         redirect_slashes=False,  # Starlette would redirect to any host that the client names
         exception_handlers={HTTPException: _no_such_route, WarmpathError: _refused_there},
     )
-    if services.records.tracer is not None:
-        application.add_middleware(TraceRequests, tracer=services.records.tracer)
-    application.state.services = services
+    if address.tracer is not None:
+        application.add_middleware(TraceRequests, tracer=address.tracer)
+    application.state.address = address
     for router in ROUTERS:
         application.include_router(router)
     application.router.routes.append(WebSocketRoute("/{path:path}", _no_websocket))
-    _add_docs(application, services)
+    _add_docs(application, address)
     return application
 
 
-def _add_docs(application: FastAPI, services: Services) -> None:
+def _add_docs(application: FastAPI, address: Address) -> None:
     # FastAPI's own routes could not be turned off later, when the first tenant is configured.
     def only_where_published(known: bool = False) -> None:
-        if not services.config.documented and not (known and services.config.enable_docs is None):
+        if not address.config.documented and not (known and address.config.enable_docs is None):
             raise HTTPException(404)
 
     def known(request: Request) -> bool:
         """Return whether the caller has a key."""
         try:
-            services.access.guard.viewer(request)
+            address.guard.viewer(request)
             return bool(credentials(request))
         except WarmpathError:
             return False
@@ -172,12 +171,12 @@ class _Application(FastAPI):
         answer: ASGIApp = super().__call__
         if scope["method"] == "HEAD":
             answer = functools.partial(_without_body, answer)
-        with self.state.services.access.drain.answering():
+        with self.state.address.drain.answering():
             await (self._refused(scope) or self._let_in(scope, answer))(scope, receive, send)
 
     def _let_in(self, scope: Scope, answer: ASGIApp) -> ASGIApp:
         """Return what also tells a browser that pages of some other sites may ask and read."""
-        origins = self.state.services.access.guard.allowed_origins
+        origins = self.state.address.guard.allowed_origins
         if not origins or not any(name == b"origin" for name, _ in scope["headers"]):
             return answer
         return CORSMiddleware(
@@ -186,7 +185,7 @@ class _Application(FastAPI):
 
     def _refused(self, scope: Scope) -> Response | None:
         """Return the refusal of a request for another host: no route answers it, so none can forget to check."""
-        guard = self.state.services.access.guard
+        guard = self.state.address.guard
         if guard.allowed_hosts is None:
             return None
         error = foreign_host(request := Request(scope), guard.allowed_hosts)

@@ -23,12 +23,13 @@ from serve_app.batch.wire import (
     page,
 )
 from serve_app.errors import Conflict, InvalidRequest, NotFound
+from serve_app.ingress.address import Address
 from serve_app.ingress.batches import BatchDesk
+from serve_app.ingress.entrance import arrive
 from serve_app.ingress.http import WARNING, body_parts, json_response, read_body
-from serve_app.ingress.models import BODIES
 from serve_app.ingress.multipart import read_form
-from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, speaks_anthropic, takes
-from serve_app.ingress.services import OPERATOR_BODY_BYTES, Services
+from serve_app.ingress.routes.handler import ANTHROPIC, SMALL_BODY_BYTES, Front, guarded, speaks_anthropic, takes
+from serve_app.ingress.shared import BODIES
 
 router = APIRouter(tags=["batches"])
 
@@ -37,10 +38,10 @@ PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")
 DAY_S = 86_400.0
 
 
-def _desk(request: Request, services: Services) -> tuple[BatchDesk, str]:
+def _desk(request: Request, address: Address) -> tuple[BatchDesk, str]:
     """Return the desk, and the name of the caller's tenant. Raises NotFound if there are no batches here."""
-    tenant = services.access.guard.tenant(request).name
-    if (desk := services.records.batches) is None:
+    tenant = address.guard.tenant(request).name
+    if (desk := address.batches) is None:
         raise NotFound(
             "This server keeps no files and batches (setting files_max_bytes, or no database); `warmpath infer` "
             "answers a file of requests."
@@ -53,9 +54,9 @@ def _desk(request: Request, services: Services) -> tuple[BatchDesk, str]:
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string"}},
 }}}, "required": True}})  # fmt: skip
 @guarded("files", None)
-async def create_file(request: Request, services: Front) -> Response:
+async def create_file(request: Request, address: Front) -> Response:
     """Upload a file (a form with `file`, `purpose`, and `expires_after[seconds]`), at most 200 MiB."""
-    desk, tenant = _desk(request, services)
+    desk, tenant = _desk(request, address)
     content: tuple[str, str, int] | None = None
 
     async def take(filename: str, parts: AsyncIterator[bytes]) -> None:
@@ -67,7 +68,7 @@ async def create_file(request: Request, services: Front) -> Response:
             *await desk.files.write(tenant, parts, desk.objects.ttl_s, await desk.batches.room(tenant)),
         )
 
-    with services.completions.arrive(services.access.guard.tenant(request)):
+    with arrive(address, address.guard.tenant(request)):
         try:
             too_large = f"A file may have {MAX_FILE_BYTES >> 20} MiB; send several."
             parts = body_parts(request, MAX_FILE_BYTES + (1 << 20), too_large)
@@ -87,9 +88,9 @@ async def create_file(request: Request, services: Front) -> Response:
 
 @router.get("/v1/files")
 @guarded("files", None)
-async def files(request: Request, services: Front) -> Response:
+async def files(request: Request, address: Front) -> Response:
     """The files, the newest first; `after`, `limit`, `order`, `purpose`; Anthropic's `page`, `limit`, `ids[]`."""
-    desk, tenant = _desk(request, services)
+    desk, tenant = _desk(request, address)
     of_anthropic, ids = speaks_anthropic(request), set(request.query_params.getlist("ids[]"))
     asked = PageQuery.checked({"limit": "20" if of_anthropic and not ids else "10000", **request.query_params})
 
@@ -104,26 +105,26 @@ async def files(request: Request, services: Front) -> Response:
 
 @router.get("/v1/files/{file_id}")
 @guarded("files", None)
-async def file(request: Request, services: Front, file_id: str) -> Response:
+async def file(request: Request, address: Front, file_id: str) -> Response:
     """One file, without its content."""
-    desk, tenant = _desk(request, services)
+    desk, tenant = _desk(request, address)
     return json_response(_shown_file(request, await desk.files.get(tenant, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content")
 @guarded("files", None)
-async def file_content(request: Request, services: Front, file_id: str) -> Response:
+async def file_content(request: Request, address: Front, file_id: str) -> Response:
     """The content of a file."""
-    desk, tenant = _desk(request, services)
+    desk, tenant = _desk(request, address)
     found = await desk.files.get(tenant, file_id)
     return await _content(desk, tenant, found.content, found.bytes, "application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}")
 @guarded("files", None)
-async def delete_file(request: Request, services: Front, file_id: str) -> Response:
+async def delete_file(request: Request, address: Front, file_id: str) -> Response:
     """Delete a file. One that a batch in progress reads stays (409)."""
-    desk, tenant = _desk(request, services)
+    desk, tenant = _desk(request, address)
     content = (await desk.files.get(tenant, file_id)).content
     for batch in await desk.batches.open(tenant):
         if batch.content == content:
@@ -135,11 +136,11 @@ async def delete_file(request: Request, services: Front, file_id: str) -> Respon
 
 @router.post("/v1/batches", **takes(BatchBody))
 @guarded("batches")
-async def create_batch(request: Request, services: Front) -> Response:
+async def create_batch(request: Request, address: Front) -> Response:
     """Answer an uploaded file's requests, when nothing else waits; the results are files."""
-    desk, tenant = _desk(request, services)
-    with services.completions.arrive(services.access.guard.tenant(request)) as arrival:
-        raw = await read_body(request, min(OPERATOR_BODY_BYTES, services.config.max_body_bytes), arrival.grow)
+    desk, tenant = _desk(request, address)
+    with arrive(address, address.guard.tenant(request)) as arrival:
+        raw = await read_body(request, min(SMALL_BODY_BYTES, address.config.max_body_bytes), arrival.grow)
         body = BatchBody.parse(raw)
         try:
             source = await desk.files.get(tenant, body.input_file_id)
@@ -168,9 +169,9 @@ async def create_batch(request: Request, services: Front) -> Response:
 
 @router.get("/v1/batches")
 @guarded("batches")
-async def batches(request: Request, services: Front) -> Response:
+async def batches(request: Request, address: Front) -> Response:
     """The batches, the newest first; `after`, `limit`."""
-    desk, tenant = _desk(request, services)
+    desk, tenant = _desk(request, address)
     asked = PageQuery.checked(dict(request.query_params))
 
     def listed(found: list[StoredBatch]) -> msgspec.Raw:
@@ -182,16 +183,16 @@ async def batches(request: Request, services: Front) -> Response:
 
 @router.get("/v1/batches/{batch_id}")
 @guarded("batches")
-async def batch(request: Request, services: Front, batch_id: str) -> Response:
+async def batch(request: Request, address: Front, batch_id: str) -> Response:
     """One batch, with its counts."""
-    return json_response(openai_batch((await _found(request, services, batch_id, anthropic=False))[2]))
+    return json_response(openai_batch((await _found(request, address, batch_id, anthropic=False))[2]))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 @guarded("batches")
-async def cancel_batch(request: Request, services: Front, batch_id: str) -> Response:
+async def cancel_batch(request: Request, address: Front, batch_id: str) -> Response:
     """End a batch; what is answered stays."""
-    desk, tenant, known = await _found(request, services, batch_id, anthropic=False)
+    desk, tenant, known = await _found(request, address, batch_id, anthropic=False)
     found = await desk.batches.cancel(tenant, known.id)
     if found.status not in ("cancelling", "cancelled"):
         raise Conflict(f"A batch that is {found.status} cannot be cancelled.", param="batch_id")
@@ -201,12 +202,12 @@ async def cancel_batch(request: Request, services: Front, batch_id: str) -> Resp
 
 @router.post(BATCHES_PATH, tags=["messages"], **takes(MessageBatchBody))
 @guarded("message_batches", ANTHROPIC)
-async def create_message_batch(request: Request, services: Front) -> Response:
+async def create_message_batch(request: Request, address: Front) -> Response:
     """Answer many messages, when nothing else waits."""
-    desk, tenant = _desk(request, services)
-    with services.completions.arrive(services.access.guard.tenant(request)) as arrival:
-        raw = await read_body(request, BODIES // 2 * services.config.max_body_bytes, arrival.grow)
-        workers = services.completions.workers
+    desk, tenant = _desk(request, address)
+    with arrive(address, address.guard.tenant(request)) as arrival:
+        raw = await read_body(request, BODIES // 2 * address.config.max_body_bytes, arrival.grow)
+        workers = address.workers
         body = await workers.run(tenant, len(raw), MessageBatchBody.parse, raw)
         lines = await workers.run(tenant, len(raw), body.lines)
 
@@ -237,9 +238,9 @@ async def create_message_batch(request: Request, services: Front) -> Response:
 
 @router.get(BATCHES_PATH, tags=["messages"])
 @guarded("message_batches", ANTHROPIC)
-async def message_batches(request: Request, services: Front) -> Response:
+async def message_batches(request: Request, address: Front) -> Response:
     """The message batches, the newest first; `after_id`, `before_id`, `limit`."""
-    desk, tenant = _desk(request, services)
+    desk, tenant = _desk(request, address)
     asked, shown = PageQuery.checked(dict(request.query_params)), partial(_shown, request)
 
     def listed(found: list[StoredBatch]) -> msgspec.Raw:
@@ -251,16 +252,16 @@ async def message_batches(request: Request, services: Front) -> Response:
 
 @router.get(f"{BATCHES_PATH}/{{batch_id}}", tags=["messages"])
 @guarded("message_batches", ANTHROPIC)
-async def message_batch(request: Request, services: Front, batch_id: str) -> Response:
+async def message_batch(request: Request, address: Front, batch_id: str) -> Response:
     """One message batch, with its counts."""
-    return json_response(_shown(request, (await _found(request, services, batch_id, anthropic=True))[2]))
+    return json_response(_shown(request, (await _found(request, address, batch_id, anthropic=True))[2]))
 
 
 @router.get(f"{BATCHES_PATH}/{{batch_id}}/results", tags=["messages"])
 @guarded("message_batches", ANTHROPIC)
-async def message_batch_results(request: Request, services: Front, batch_id: str) -> Response:
+async def message_batch_results(request: Request, address: Front, batch_id: str) -> Response:
     """The results of a message batch that has ended, one JSON object per line."""
-    desk, tenant, found = await _found(request, services, batch_id, anthropic=True)
+    desk, tenant, found = await _found(request, address, batch_id, anthropic=True)
     if not found.ended:
         raise InvalidRequest(f"The batch {batch_id[:64]} has not ended; its results are not available yet.")
     return await _content(desk, tenant, found.results, found.results_size, "application/x-jsonl")
@@ -268,9 +269,9 @@ async def message_batch_results(request: Request, services: Front, batch_id: str
 
 @router.post(f"{BATCHES_PATH}/{{batch_id}}/cancel", tags=["messages"])
 @guarded("message_batches", ANTHROPIC)
-async def cancel_message_batch(request: Request, services: Front, batch_id: str) -> Response:
+async def cancel_message_batch(request: Request, address: Front, batch_id: str) -> Response:
     """End a message batch; what is answered stays."""
-    desk, tenant, known = await _found(request, services, batch_id, anthropic=True)
+    desk, tenant, known = await _found(request, address, batch_id, anthropic=True)
     if known.ended:
         raise InvalidRequest(f"The batch {batch_id[:64]} has ended; it cannot be canceled.")
     found = await desk.batches.cancel(tenant, known.id)
@@ -280,9 +281,9 @@ async def cancel_message_batch(request: Request, services: Front, batch_id: str)
 
 @router.delete(f"{BATCHES_PATH}/{{batch_id}}", tags=["messages"])
 @guarded("message_batches", ANTHROPIC)
-async def delete_message_batch(request: Request, services: Front, batch_id: str) -> Response:
+async def delete_message_batch(request: Request, address: Front, batch_id: str) -> Response:
     """Delete a message batch that has ended, and its results."""
-    desk, tenant, found = await _found(request, services, batch_id, anthropic=True)
+    desk, tenant, found = await _found(request, address, batch_id, anthropic=True)
     if not found.ended:
         raise InvalidRequest(f"The batch {batch_id[:64]} is in progress; cancel it first.")
     await desk.batches.delete(tenant, found)
@@ -290,10 +291,10 @@ async def delete_message_batch(request: Request, services: Front, batch_id: str)
 
 
 async def _found(
-    request: Request, services: Services, batch_id: str, *, anthropic: bool
+    request: Request, address: Address, batch_id: str, *, anthropic: bool
 ) -> tuple[BatchDesk, str, StoredBatch]:
     """Return the desk, the tenant's name and its batch, if it is of this API. Raises NotFound."""
-    desk, tenant = _desk(request, services)
+    desk, tenant = _desk(request, address)
     found = await desk.batches.get(tenant, batch_id)
     if found.anthropic != anthropic:
         raise NotFound(f"There is no batch {batch_id[:64]!r} of this API.", param="batch_id")

@@ -14,7 +14,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/v1/cache/events")
 @guarded("cache_events")
-async def events(request: Request, services: Front) -> Response:
+async def events(request: Request, address: Front) -> Response:
     """Live server-sent events: replicas, prefixes, decisions and figures, without the text of prompts.
 
     Query: `once` (true: only the snapshot, as JSON). Each event has an `id`, an `event` (its type) and `data`: one JSON
@@ -90,22 +90,23 @@ async def events(request: Request, services: Front) -> Response:
       `saves`, `skipped_blocks` (by reason).
     - **REFUSAL**: `accepted`, `why`, `processes` (the number that reports it), `at_s`.
     """
-    services.access.drain.refuse()
-    viewer = services.access.guard.viewer(request)
+    address.drain.refuse()
+    viewer = address.guard.viewer(request)
     if viewer is not None:
-        services.access.guard.tenant(request)  # stored for the counters
-        if services.several is not None and not services.models(request):
+        address.guard.tenant(request)  # stored for the counters
+        if address.several and not address.cards(request):
             raise ModelNotFound("This key has no models here (GET /v1/models).", param="model")
+    live = address.asked(request).live
     once = request.query_params.get("once", "false")
     if once not in ("true", "false"):
         raise InvalidRequest("once must be true or false.", param="once")
     if once == "true":
-        return json_response(await services.records.live.snapshot(viewer))
+        return json_response(await live.snapshot(viewer))
 
     def allowed() -> bool:
         try:
-            return services.access.guard.viewer(request) == viewer
+            return address.guard.viewer(request) == viewer
         except WarmpathError:
             return False
 
-    return LiveEventStream(services.records.live, viewer, await services.records.live.watch(viewer), allowed)
+    return LiveEventStream(live, viewer, await live.watch(viewer), allowed)

@@ -11,6 +11,7 @@ from serve_app.api.anthropic.response import MessagesFormat, anthropic_model, an
 from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, parse_completion
 from serve_app.api.openai.response import CHAT, COMPLETION, models_body
 from serve_app.errors import ModelNotFound
+from serve_app.ingress.entrance import generate, tokens
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, speaks_anthropic, takes, warnings
 
@@ -21,52 +22,52 @@ MESSAGES_PATH = "/v1/messages"
 
 @router.post("/v1/chat/completions", tags=["generation"], **takes(ChatBody))
 @guarded("chat")
-async def chat_completions(request: Request, services: Front) -> Response:
+async def chat_completions(request: Request, address: Front) -> Response:
     """OpenAI's chat completions."""
-    parse = functools.partial(parse_chat, model=services.catalog.base_model["id"])
-    return await services.completions.generate(request, services.access.guard.tenant(request), parse, CHAT)
+    parse = functools.partial(parse_chat, model=address.asked(request).name)
+    return await generate(address, request, address.guard.tenant(request), parse, CHAT)
 
 
 @router.post("/v1/completions", tags=["generation"], **takes(CompletionBody))
 @guarded("completions")
-async def completions(request: Request, services: Front) -> Response:
+async def completions(request: Request, address: Front) -> Response:
     """OpenAI's (legacy) completions."""
-    parse = functools.partial(parse_completion, model=services.catalog.base_model["id"])
-    return await services.completions.generate(request, services.access.guard.tenant(request), parse, COMPLETION)
+    parse = functools.partial(parse_completion, model=address.asked(request).name)
+    return await generate(address, request, address.guard.tenant(request), parse, COMPLETION)
 
 
 @router.post(MESSAGES_PATH, tags=["messages"], **takes(MessagesBody))
 @guarded("messages", ANTHROPIC)
-async def messages(request: Request, services: Front) -> Response:
+async def messages(request: Request, address: Front) -> Response:
     """Anthropic's messages."""
-    tenant = services.access.guard.tenant(request)
-    shown = MessagesFormat(functools.partial(services.records.history.compare, tenant.name))
-    parse = functools.partial(parse_messages, follow_rules=services.completions.config.agent_prompt_rules)
-    return await services.completions.generate(request, tenant, parse, shown)
+    tenant = address.guard.tenant(request)
+    shown = MessagesFormat(functools.partial(address.history.compare, tenant.name))
+    parse = functools.partial(parse_messages, follow_rules=address.config.agent_prompt_rules)
+    return await generate(address, request, tenant, parse, shown)
 
 
 @router.post(f"{MESSAGES_PATH}/count_tokens", tags=["messages"], **takes(CountTokensBody))
 @guarded("count_tokens", ANTHROPIC)
-async def count_tokens(request: Request, services: Front) -> Response:
+async def count_tokens(request: Request, address: Front) -> Response:
     """Count the tokens of a message's prompt, without generating."""
-    parse = functools.partial(parse_count, follow_rules=services.completions.config.agent_prompt_rules)
-    ids, wanted, _ = await services.completions.tokens(request, services.access.guard.tenant(request), parse)
+    parse = functools.partial(parse_count, follow_rules=address.config.agent_prompt_rules)
+    ids, wanted, _ = await tokens(address, request, address.guard.tenant(request), parse)
     return json_response({"input_tokens": len(ids)}, headers=warnings(wanted))
 
 
 @router.get("/v1/models", tags=["models"])
 @guarded("models", None)
-async def models(request: Request, services: Front) -> Response:
+async def models(request: Request, address: Front) -> Response:
     """The served model and the LoRA adapters that the caller may use."""
     shown = anthropic_models if speaks_anthropic(request) else models_body
-    return json_response(shown(services.models(request)))
+    return json_response(shown(address.cards(request)))
 
 
 @router.get("/v1/models/{model:path}", tags=["models"])
 @guarded("models", None)
-async def model(request: Request, services: Front, model: str) -> Response:
+async def model(request: Request, address: Front, model: str) -> Response:
     """One model by name, of those that ``/v1/models`` lists for the caller."""
-    for served in services.models(request):
+    for served in address.cards(request):
         if served["id"] == model:
             return json_response(anthropic_model(served) if speaks_anthropic(request) else served)
     raise ModelNotFound(f"The model {model[:200]!r} is not served here; GET /v1/models lists all.", param="model")

@@ -1,4 +1,4 @@
-"""Tools for route handlers: access to the services, and the guard around a handler."""
+"""Tools for route handlers: access to the address, and the guard around a handler."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -12,22 +12,24 @@ from starlette.responses import Response
 from serve_app.api.anthropic.response import anthropic_error, anthropic_limits
 from serve_app.api.openai.response import openai_error, openai_limits
 from serve_app.api.request import GenerateRequest, ignored_fields
-from serve_app.errors import InvalidRequest
+from serve_app.ingress.address import Address
 from serve_app.ingress.guard import Api
-from serve_app.ingress.http import PROMPT_RULES, WARNING
-from serve_app.ingress.services import Services
+from serve_app.ingress.http import PROMPT_RULES, WARNING, read_body
 
 OPENAI = Api(openai_error, openai_limits)
 ANTHROPIC = Api(anthropic_error, anthropic_limits, "request-id")
 
 
-async def _services(request: Request) -> Services:
-    services: Services = request.app.state.services
-    return services
+async def _address(request: Request) -> Address:
+    address: Address = request.app.state.address
+    return address
 
 
-Front = Annotated[Services, Depends(_services)]
+Front = Annotated[Address, Depends(_address)]
 Handler = Callable[..., Awaitable[Response]]
+
+SMALL_BODY_BYTES = 1 << 20
+"""The most of a body that holds names and numbers, read in the event loop."""
 
 BODIES: list[type[BaseModel]] = []
 """The bodies of all routes, registered by ``takes``."""
@@ -38,34 +40,31 @@ def speaks_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers or "x-api-key" in request.headers
 
 
-def guarded(
-    endpoint: str, api: Api | None = OPENAI, *, operator: bool = False, of_model: bool = False
-) -> Callable[[Handler], Handler]:
+def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) -> Callable[[Handler], Handler]:
     """Convert a handler's failures to errors of its API, and count its answers under ``endpoint``.
 
-    ``api`` None: the request's headers decide. ``operator``: only operators may call it. Among several models the
-    handler gets the one of the query (``?model=``), which ``of_model`` demands, else the caller's first.
+    ``api`` None: the request's headers decide. ``operator``: only operators may call it.
     """
 
     def wrap(handler: Handler) -> Handler:
         @functools.wraps(handler)
-        async def run(request: Request, services: Services, **path: str) -> Response:
+        async def run(request: Request, address: Address, **path: str) -> Response:
             async def work() -> Response:
                 if operator:
-                    services.access.guard.require_operator(request)
-                if services.several is None:
-                    return await handler(request, services, **path)
-                if of_model and "model" not in request.query_params:
-                    names = ", ".join(services.several.served)
-                    raise InvalidRequest(f"Name the model in the URL: ?model=NAME, one of {names}.", param="model")
-                return await handler(request, services.several.asked(request), **path)
+                    address.guard.require_operator(request)
+                return await handler(request, address, **path)
 
             shown = api or (ANTHROPIC if speaks_anthropic(request) else OPENAI)
-            return await services.access.guard.answer(request, endpoint, shown, work)
+            return await address.guard.answer(request, endpoint, shown, work)
 
         return run
 
     return wrap
+
+
+async def small_body(request: Request, address: Address) -> bytes:
+    """Return a body that holds names and numbers. Raises RequestTooLarge and RequestTimeout."""
+    return await read_body(request, min(SMALL_BODY_BYTES, address.config.max_body_bytes))
 
 
 def warnings(request: GenerateRequest) -> dict[str, str]:

@@ -5,6 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.errors import InvalidRequest, PermissionDenied
+from serve_app.ingress.documents import tenant_requests, tenant_table
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.handler import Front, guarded
 from serve_app.live.tally import WINDOWS_S
@@ -14,7 +15,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/v1/tenants/stats")
 @guarded("tenants_stats")
-async def stats(request: Request, services: Front) -> Response:
+async def stats(request: Request, address: Front) -> Response:
     """The table of tenants over all ingresses and models, those with the most requests first; a tenant sees its row.
 
     Query: `window_s` (60, 300 or 900; default: 60): the time up to now that is counted, in whole tens of seconds.
@@ -34,18 +35,18 @@ async def stats(request: Request, services: Front) -> Response:
     window_s = request.query_params.get("window_s", str(WINDOWS_S[0]))
     if window_s not in map(str, WINDOWS_S):
         raise InvalidRequest(f"window_s must be one of {', '.join(map(str, WINDOWS_S))}.", param="window_s")
-    viewer = None if services.access.guard.sees_all(request) else services.access.guard.tenant(request).name
-    return json_response(await services.tenant_table(viewer, int(window_s)))
+    viewer = None if address.guard.sees_all(request) else address.guard.tenant(request).name
+    return json_response(await tenant_table(address, viewer, int(window_s)))
 
 
 @router.get("/v1/tenants/{tenant}/requests")
 @guarded("tenants_requests")
-async def requests(request: Request, services: Front, tenant: str) -> Response:
+async def requests(request: Request, address: Front, tenant: str) -> Response:
     """A tenant's latest 64 requests, newest first: a `decision` of each first token, and a `refusal` by a limit, as in
     `/v1/cache/events`. A tenant asks for itself alone.
     """
-    operator, tenant = services.access.guard.sees_all(request), services.access.tenants.named(tenant)
-    if not operator and services.access.guard.tenant(request).name != tenant:
+    operator, tenant = address.guard.sees_all(request), address.tenants.named(tenant)
+    if not operator and address.guard.tenant(request).name != tenant:
         raise PermissionDenied("A tenant's key opens its own requests alone.")
-    data = await services.tenant_requests(tenant, operator=operator)
+    data = await tenant_requests(address, tenant, operator=operator)
     return json_response({"object": "tenants.requests", "tenant": tenant, "data": data})

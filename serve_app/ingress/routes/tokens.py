@@ -12,6 +12,7 @@ from serve_app.api.openai.tokens import (
     tokens_body,
 )
 from serve_app.api.request import GenerateRequest
+from serve_app.ingress.entrance import text_of, tokens
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.handler import Front, guarded, takes, warnings
 
@@ -23,22 +24,24 @@ INLINE_TOKENS = 4096
 
 @router.post("/tokenize", **takes(TokenizeBody, TokenizeChatBody))
 @guarded("tokenize")
-async def tokenize(request: Request, services: Front) -> Response:
+async def tokenize(request: Request, address: Front) -> Response:
     """The tokens of a text, or of a chat's prompt (vLLM's path)."""
     names = False
 
     def parse(body: bytes) -> GenerateRequest:
         nonlocal names
-        asked = parse_tokenize(body, services.catalog.base_model["id"])
+        asked = parse_tokenize(body, address.asked(request).name)
         names = asked.names
         return asked.request
 
-    tenant, workers = services.access.guard.tenant(request), services.completions.workers
-    ids, wanted, model = await services.completions.tokens(request, tenant, parse)
+    tenant, workers = address.guard.tenant(request), address.workers
+    ids, wanted, model = await tokens(address, request, tenant, parse)
 
     def answer() -> Response:
         told = ids.tolist()
-        shown = tokens_body(told, model.limits.max_model_len, model.tokenizer.names_of(told) if names else None)
+        shown = tokens_body(
+            told, model.preparer.limits.max_model_len, model.tokenizer.names_of(told) if names else None
+        )
         return json_response(shown, headers=warnings(wanted))
 
     return answer() if len(ids) <= INLINE_TOKENS else await workers.run(tenant.name, len(ids), answer)
@@ -46,7 +49,6 @@ async def tokenize(request: Request, services: Front) -> Response:
 
 @router.post("/detokenize", **takes(DetokenizeBody))
 @guarded("detokenize")
-async def detokenize(request: Request, services: Front) -> Response:
+async def detokenize(request: Request, address: Front) -> Response:
     """The text of tokens, special ones included (vLLM's path)."""
-    tenant, completions = services.access.guard.tenant(request), services.completions
-    return json_response({"prompt": await completions.text_of(request, tenant, services.catalog.base_model["id"])})
+    return json_response({"prompt": await text_of(address, request, address.guard.tenant(request))})

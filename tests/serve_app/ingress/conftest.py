@@ -7,24 +7,15 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from tests.serve_app.ingress.scripted import PLACES, Place, Script, scripted
+from tests.serve_app.ingress.scripted import Script, scripted
 from tests.serve_app.tool_templates.families import family
 
 
-@pytest.fixture(scope="package", params=PLACES)
-def place(request: pytest.FixtureRequest) -> Place:
-    """Whether the model is alone at its address, or the first or second one there: every API is as if it were alone."""
-    found: Place = request.param
-    return found
-
-
 @pytest.fixture(scope="package")
-def hermes(
-    place: Place, demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Script]]:
+def hermes(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
     """An ingress in front of a model that calls tools, and its script."""
     path = family("hermes", demo_model_path, tmp_path_factory.mktemp("family") / "hermes")
-    with scripted(path, place=place) as served:
+    with scripted(path) as served:
         yield served
 
 

@@ -4,60 +4,49 @@ import asyncio
 import inspect
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, fields
-from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from types import SimpleNamespace
+from typing import Any, Literal, NoReturn, Self, cast
+from unittest.mock import MagicMock
 
 import numpy as np
 import uvicorn
+from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope
-from serve_app.api.anthropic.history import MessageHistory
+from router.settings import RouterSettings
 from serve_app.api.openai.response import model_body
-from serve_app.cache_misses.advice import AdviceBook
-from serve_app.cache_misses.detector import MissDetector, PromptMemory
-from serve_app.checkpoints.adapter_registry import AdapterRegistry
-from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.config.app import AppConfig
+from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
+from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info
+from serve_app.config.app import REPLICAS, AppConfig
+from serve_app.config.live import app_config
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.protocol import EngineOutput, EngineRequest, FinishReason, FirstToken, SamplingParams, TakeAtOnce
-from serve_app.fairness.front_door import FrontDoor
+from serve_app.engine.protocol import AdapterSpec, EngineOutput, EngineRequest, FinishReason, FirstToken, SamplingParams, TakeAtOnce
 from serve_app.fairness.queue import FairWorkers
-from serve_app.fairness.shares import Shares
-from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
-from serve_app.ingress.batches import BatchDesk, ModelGate
+from serve_app.ingress.address import Address
+from serve_app.ingress.assembly import make_address
+from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.client_headers import ClientHeaders
-from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
-from serve_app.ingress.guard import RouteGuard
-from serve_app.ingress.models import Models
-from serve_app.ingress.observe.answer_meter import (
-    Observers,
-    observe_costs,
-    observe_misses,
-    observe_prompts,
-    observe_usage,
-    trace_answer,
-)
+from serve_app.ingress.model import Model
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.observe.reports import SharedAnswers
+from serve_app.ingress.outside import LoadedModel
 from serve_app.ingress.routes.application import make_application
-from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
-from serve_app.prompts.registry import PromptTraffic
+from serve_app.prompts.registry import Prompts
 from serve_app.stored.database import Database, StorageLimits
-from serve_app.stored.objects import StoredObjects
-from serve_app.stored.responses import StoredResponses
-from serve_app.tenants import Tenants
+from serve_app.tenancy.registry import TenantRegistry
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing import Tracer
-from serve_app.usage import Ledger
 from tests.serve_app.generation.outputs import output
 
 PATIENCE_S = 30
@@ -68,6 +57,7 @@ Place = Literal["alone", "first", "second"]
 """Of the model that a test asks for: the only one of its address, or with another one."""
 PLACES: tuple[Place, ...] = ("alone", "first", "second")
 OTHER = "another"
+SECRET = b"s" * 32
 
 GENERATION = EngineRequest(
     request_id="r",
@@ -88,8 +78,8 @@ class Script:
 
     ``offers``: whether tokens in the middle are offered to ``at_once``; ``taken``: the number accepted. ``ends``: an
     answer waits for one release by ``end``, and if it ``holds``, for one more before its end; None: no waiting.
-    ``door``: that of the ingress. ``end_token``: ends the text, None: nobody sees it; like an engine's it is sent only
-    if it is to be shown.
+    ``address``: that of the ingress. ``end_token``: ends the text, None: nobody sees it; like an engine's it is sent
+    only if it is to be shown.
     """
 
     tokenizer: PromptTokenizer
@@ -104,20 +94,19 @@ class Script:
     ends: asyncio.Semaphore | None = None
     holds: bool = False
     loop: asyncio.AbstractEventLoop | None = None
-    door: FrontDoor | None = None
-    metrics: IngressMetrics = field(default_factory=IngressMetrics)
-    desk: BatchDesk | None = None
+    address: Address | None = None
     end_token: int | None = None
 
     def clear(self) -> None:
         self.end_token = None
         self.text, self.step, self.reason, self.fails, self.offers, self.ends = "", 3, "stop", None, True, None
         self.holds = False
-        if self.door is not None:
-            self.door._others_s = -inf  # a batch has not to wait for the requests of the test before
+        if self.address is not None:  # a batch has not to wait for the requests of the test before
+            for model in self.address.models.values():
+                model.front_door._others_s = -inf
 
     async def generate(
-        self, generation: EngineRequest, *, at_once: TakeAtOnce | None = None
+        self, generation: EngineRequest, avoid: tuple[str, ...] = (), *, at_once: TakeAtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         self.asked.append(generation)
         if self.ends is not None:
@@ -149,37 +138,143 @@ class Script:
         for _ in range(answers):
             self.loop.call_soon_threadsafe(self.ends.release)
 
+    def metrics(self) -> IngressMetrics:
+        """Return what the model counts."""
+        assert self.address is not None
+        return self.address.models["demo"].metrics
+
     def prompt(self) -> str:
         """Return the last prompt, special tokens included."""
         return str(self.tokenizer.pretrained.decode(self.asked[-1].token_ids.tolist()))
 
 
-def partial_services(**parts: Any) -> Services:
-    """Return an ingress that has these parts and no others."""
-    given: dict[str, Any] = {"drain": Drain(), **parts}
+@dataclass
+class ReadCheckpoint:
+    """What is read once of a checkpoint, for all models that have it."""
 
-    def group(kind: Any) -> Any:
-        return kind(**{field.name: given.get(field.name) for field in fields(kind)})
+    path: Path
+    info: CheckpointInfo = field(init=False)
+    tokenizer: PromptTokenizer = field(init=False)
+    readers: AnswerReaders = field(init=False)
 
-    return Services(
-        given.get("config"),  # type: ignore[arg-type]
-        "app", "ingress", group(Access), group(Catalog), group(Fleet), group(Records),
-        given.get("completions"),  # type: ignore[arg-type]
-        several=given.get("several"),
-    )  # fmt: skip
+    def __post_init__(self) -> None:
+        self.info, self.tokenizer = load_checkpoint_info(self.path), PromptTokenizer(self.path)
+        self.readers = AnswerReaders(self.tokenizer, "auto")
 
 
-def observed(
-    metrics: IngressMetrics, front_door: FrontDoor, misses: MissDetector | None = None, ledger: Ledger | None = None
-) -> Observers:
-    """Return an ingress' observers, as it has them."""
-    observers = Observers(refused=[metrics.refused], missed=[metrics.missed], ended=[trace_answer])
-    observe_usage(observers, ledger or Ledger(None, 16), metrics)
-    observe_prompts(observers, PromptTraffic())
-    observe_costs(observers, front_door)
-    if misses is not None:
-        observe_misses(observers, misses, AdviceBook(lambda: 8))
-    return observers
+class NoReplicas(Broadcast):
+    """Calls to a model whose replicas are scripted, from the only ingress."""
+
+    async def replicas(self, method: str, *arguments: Any, timeout_s: float = 120) -> list[Any]:
+        if method == "sessions":
+            return [{"replica": f"replica-of-{self.model}", "rows": []}]
+        return []
+
+    async def connect(self, adapters: AdapterRegistry, *_: Any, **__: Any) -> None:
+        adapters.current = True
+
+    async def post_weights(self, registry: TenantRegistry) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def notices(self) -> dict[str, list[dict[str, Any]]]:
+        return {}
+
+    def scaling_notices(self) -> list[dict[str, Any]]:
+        return []
+
+    starting: Callable[[bool], bool] = bool
+
+    def message(self) -> str:
+        return ""
+
+    def is_starting(self, *, unheard: bool = False) -> bool:
+        return self.starting(unheard)
+
+
+@dataclass
+class ScriptedOutside:
+    """No cluster: scripts in place of replicas, a checkpoint that was read before, and a database if it is given.
+
+    ``adapters``: of each model, with their tenants; ``down``: why models cannot be loaded; ``starting``: whether a
+    replica starts, as Serve says; ``replicas``: their ids, None: one by the model's name.
+    """
+
+    checkpoint: ReadCheckpoint | None = None
+    stored: Database | None = None
+    adapters: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    down: Mapping[str, str] = field(default_factory=dict)
+    starting: Callable[[bool], bool] = bool
+    replicas: Sequence[str] | None = None
+    scripts: dict[str, Script] = field(default_factory=dict)
+    spans: Tracer | None = None
+    app_name: str = "app"
+    name: str = "ingress"
+
+    def secret(self, config: AppConfig) -> bytes:
+        return SECRET
+
+    def tracer(self, config: AppConfig) -> Tracer | None:
+        return self.spans
+
+    def receiver(self) -> Any:
+        return SimpleNamespace(inbox=None, close=lambda: None)
+
+    async def database(self, config: AppConfig, bounds: StorageLimits) -> Database | None:
+        return self.stored
+
+    def load(self, config: AppConfig, workers: FairWorkers) -> LoadedModel:
+        name, read = config.model_name, self.checkpoint
+        assert read is not None
+        if name in self.down:
+            raise ValueError(self.down[name])
+        registry = AdapterRegistry(name)
+        registry.merge(
+            AdapterEntry(adapter, AdapterSpec(adapter, "0" * 16, f"/adapters/{adapter}"), users)
+            for adapter, users in self.adapters.get(name, {}).items()
+        )
+        prompts = Prompts.of(config.public_prompts, config.prompts_dir)
+        prompts.install(read.tokenizer)
+        return LoadedModel(read.info, read.tokenizer, prompts, registry, read.readers)
+
+    def broadcast(self, config: AppConfig, model: str, label: str) -> Broadcast:
+        handle = SimpleNamespace(deployment_name=f"{REPLICAS}-{label}" if label else REPLICAS)
+        broadcast = NoReplicas(cast(DeploymentHandle, handle), "app", 1, label)
+        broadcast.starting = self.starting
+        return broadcast
+
+    def core(self, config: AppConfig) -> RoutingCore:
+        core = RoutingCore("router", RouterSettings.from_json(config.routing()))
+        core.update_replicas([f"replica-of-{config.model_name}"] if self.replicas is None else [*self.replicas])
+        return core
+
+    def source(self, config: AppConfig, *_: Any) -> Script:
+        name = config.model_name
+        if name not in self.scripts:
+            assert self.checkpoint is not None
+            self.scripts[name] = Script(self.checkpoint.tokenizer, self.texts.get(name, ""))
+        return self.scripts[name]
+
+
+def partial_model(config: AppConfig, **parts: Any) -> Model:
+    """Return a model that has these parts and no others."""
+    model = Model.__new__(Model)
+    for name, part in {"name": "demo", "config": config, "_synced": False, **parts}.items():
+        setattr(model, name, part)
+    return model
+
+
+def partial_address(config: AppConfig | None = None, adapters: AdapterRegistry | None = None, **parts: Any) -> Address:
+    """Return an address with one model, that have these parts and no others."""
+    config = config or AppConfig(model="demo")
+    broadcast = parts["broadcast"] = parts.get("broadcast") or Broadcast(MagicMock(), "app", 1)
+    own = {name: parts.pop(name, None) for name in ("core", "connecting", "sessions", "live", "front_door")}
+    adapters = adapters or AdapterRegistry("demo")
+    model = partial_model(config, adapters=adapters, card=model_body("demo", 0, 4096), broadcast=broadcast, **own)
+    given = {"drain": Drain(), "models": {"demo": model}, "tables": SharedAnswers(), **parts, "config": config}
+    given |= {"refused_settings": "", "down": {}, "fallbacks": {}, "app_name": "app", "name": "ingress"}
+    return Address(**{one.name: given.get(one.name) for one in fields(Address)})  # type: ignore[arg-type]
 
 
 def cancelling(application: ASGIApp) -> ASGIApp:
@@ -226,8 +321,10 @@ class Loopback:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        made = make()
+        application = await made if inspect.isawaitable(made) else made
         self._server = uvicorn.Server(
-            uvicorn.Config(make(), log_level="error", timeout_graceful_shutdown=1, timeout_keep_alive=600)
+            uvicorn.Config(application, log_level="error", timeout_graceful_shutdown=1, timeout_keep_alive=600)
         )
         self._ready.set()
         await self._server.serve([listener])
@@ -256,64 +353,30 @@ def scripted(
     tracer: Tracer | None = None,
     customers: Sequence[TenantConfig] = (),
     backend: Database | None = None,
-    max_body_bytes: int = 8 << 20,
-    max_model_len: int = 8192,
-    agent_prompt_rules: bool = True,
-    place: Place = "alone",
+    place: Place = "first",
+    **settings: Any,
 ) -> Iterator[tuple[str, Script]]:
     """Serve a checkpoint's tokenizer on loopback, to everybody or to customers; yield the base URL and the script.
 
     ``backend``: the store of responses, files and batches; None: no store. ``place``: that of the model among several.
     """
-    info, tokenizer, config = (
-        load_checkpoint_info(path),
-        PromptTokenizer(path),
-        AppConfig(model="demo", max_body_bytes=max_body_bytes, agent_prompt_rules=agent_prompt_rules),
-    )
-    secret, names = b"s" * 32, {"alone": ("demo",), "first": ("demo", OTHER), "second": (OTHER, "demo")}[place]
-    tenants, metrics, drain, shares = Tenants(customers, secret), IngressMetrics(), Drain(), Shares({})
-    workers, readers = FairWorkers(shares), AnswerReaders(tokenizer, "auto")
-    entrance = FrontDoor(shares, places=lambda: 1, max_waiting=64, max_bytes=1 << 26)
-    models = Models(config, entrance, metrics, cast(Any, None)) if len(names) > 1 else None
-    guard, history = RouteGuard(tenants, metrics, drain), MessageHistory()
-    scripts, served = dict[str, Script](), dict[str, Services]()
-    for name in names:
-        script = scripts[name] = Script(tokenizer, "" if name == "demo" else "Nobody asked for me.", metrics=metrics)
-        adapters = AdapterRegistry(name)
-        preparer = Preparer(info, tokenizer, tenants, secret, adapters, Limits(max_model_len, 64))
-        door = script.door = FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26)
-        observers = observed(
-            metrics, door, MissDetector(tokenizer.text_of, workers, PromptMemory(lambda: 1), metrics.missed)
-        )
-        if name == "demo":
-            guard.observers = observers
-        completions = Completions(
-            config, preparer, script, tokenizer, readers, observers, metrics, door, workers, drain,
-            *((models.entrance, models.choose) if models is not None else ()),
-        )  # fmt: skip
-        served[name] = partial_services(
-            config=config, base_model=model_body(name, 0, 8192), adapters=adapters, tenants=tenants, drain=drain,
-            front_door=door, history=history, guard=guard, tracer=tracer, completions=completions, several=models,
-        )  # fmt: skip
-    if models is not None:
-        models.served |= served
+    names = {"alone": (), "first": ("demo", OTHER), "second": (OTHER, "demo")}[place]
+    config = app_config({
+        "model": "demo", "max_model_len": 8192, "default_max_tokens": 64, "max_num_seqs": 5, "max_queued_requests": 64,
+        "tenants": [customer.model_dump(mode="json", exclude_unset=True) for customer in customers],
+        "models": [{"served_model_name": name} for name in names], **settings,
+    })  # fmt: skip
+    outside = ScriptedOutside(ReadCheckpoint(path), backend, texts={OTHER: "Nobody asked for me."}, spans=tracer)
 
-    def application() -> ClientHeaders:
-        if backend is not None:
-            stored = StoredResponses(backend, secret, FairWorkers(shares), BOUNDS)
-            objects = StoredObjects(backend, secret, FairWorkers(shares), BOUNDS)
-            gates = [
-                ModelGate(partial(str.__eq__, name), one.access.front_door, lambda: 1, lambda: 0)
-                for name, one in served.items()
-            ]
-            desk = scripts["demo"].desk = BatchDesk(objects, "ingress", lambda: tenants.by_name, gates)
-            for services in served.values():
-                services.records.stored, services.records.batches = stored, desk
-        return ClientHeaders(cancelling(make_application(served[names[0]])))  # as Ray serves it
+    async def application() -> ClientHeaders:
+        address = await make_address(config, outside)
+        for script in outside.scripts.values():
+            script.address = address
+        return ClientHeaders(cancelling(make_application(address)))  # as Ray serves it
 
     with Loopback(application) as running:
-        yield running.url, scripts["demo"]
-    assert not any(scripts[name].asked for name in names if name != "demo"), "another model was asked"
+        yield running.url, outside.scripts["demo"]
+    assert not any(script.asked for name, script in outside.scripts.items() if name != "demo"), "another was asked"
 
 
 @asynccontextmanager

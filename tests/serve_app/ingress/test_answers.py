@@ -30,20 +30,34 @@ from serve_app.generation.answer import Piece, PieceSink
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed
 from serve_app.ingress.client_headers import ClientHeaders
-from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.lifeline import StreamResponse
-from serve_app.ingress.observe.answer_meter import AnswerMeter, Observers
+from serve_app.ingress.model import Arrived
+from serve_app.ingress.observe.answer_meter import (
+    AnswerMeter,
+    Observers,
+    cost_observers,
+    prompt_observers,
+    trace_answer,
+    usage_observers,
+)
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.prompts.registry import PromptTraffic
 from serve_app.tenants import Tenant
 from serve_app.usage import Counts, Ledger
 from tests.serve_app.generation.outputs import output
-from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, Script, observed, server
+from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, Script, partial_model, server
 from tests.serve_app.tool_templates.families import WEATHER, call_text
 
 WANTED = parse_completion(b'{"model": "m", "prompt": "x", "stream": true}')
 SCOPE: dict[str, Any] = {"type": "http", "method": "GET", "headers": []}
 Send = Callable[[Any], Awaitable[None]]
+
+
+def observed(metrics: IngressMetrics, door: FrontDoor, ledger: Ledger | None = None) -> Observers:
+    """Return the observers of an ingress."""
+    observers = usage_observers(ledger or Ledger(None, 16), metrics) + cost_observers(door)
+    return observers + prompt_observers(PromptTraffic()) + Observers(refused=[metrics.refused], ended=[trace_answer])
 
 
 class Streamed:
@@ -199,20 +213,12 @@ class Bench:
         tokenizer.template.reads_tools = False
         readers, workers = AnswerReaders(tokenizer, "auto"), FairWorkers(Shares({}))
         metrics = IngressMetrics()
-        self.completions = Completions(
-            AppConfig(model="m"),
-            preparer,
-            self,
-            tokenizer,
-            readers,
-            observed(metrics, self.door),
-            metrics,
-            self.door,
-            workers,
-            Drain(),
-        )
+        self.model = partial_model(
+            AppConfig(model="m"), preparer=preparer, source=self, tokenizer=tokenizer, readers=readers, metrics=metrics,
+            observers=observed(metrics, self.door), front_door=self.door, workers=workers, drain=Drain(),
+        )  # fmt: skip
         wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-        self.body = json.dumps(wanted).ljust(1000).encode()
+        self.request = parse_chat(json.dumps(wanted).encode())
 
     async def generate(
         self, generation: EngineRequest, *, at_once: TakeAtOnce | None = None
@@ -226,9 +232,12 @@ class Bench:
 
         async def answer() -> None:
             messages = asyncio.Queue[dict[str, Any]]()  # the client stays
-            messages.put_nowait({"type": "http.request", "body": self.body})
             request = Request({**SCOPE, "method": "POST"}, messages.get)
-            await self.completions.generate(request, Tenant("acme"), parse_chat, CHAT)
+            with self.door.arrive("acme") as arrival:
+                arrival.grow(1000)
+                await self.model.answer(
+                    request, Arrived(self.request, Tenant("acme"), arrival, time.perf_counter()), CHAT
+                )
 
         asyncio.run(answer())
 
@@ -336,8 +345,8 @@ def test_cached_tokens_that_only_the_end_tells_are_charged_counted_and_explained
     now = datetime(2026, 1, 2, tzinfo=UTC)
     metrics, ledger = IngressMetrics(), Ledger(None, 16, now=lambda: now)
     explained: list[int] = []
-    observers = observed(metrics, front_door(), ledger=ledger)
-    observers.sent.append(lambda _, __, cached_tokens: explained.append(cached_tokens))
+    sent = Observers(sent=[lambda _, __, cached_tokens: explained.append(cached_tokens)])
+    observers = observed(metrics, front_door(), ledger) + sent
     counted = []
     for expected, true in ((80, 0), (0, 64)):
         meter = AnswerMeter(observers, metrics, WANTED, [GENERATION], 0.0, 1, TenantLimits().begin("acme"), None)

@@ -33,7 +33,7 @@ from serve_app.ingress.batches import BatchDesk, ModelGate
 from serve_app.stored.objects import StoredObjects
 from serve_app.stored.url import open_database
 from serve_app.tenants import Tenant
-from tests.serve_app.ingress.scripted import BOUNDS, PATIENCE_S, Place, Script, scripted
+from tests.serve_app.ingress.scripted import BOUNDS, PATIENCE_S, Script, scripted
 
 KEYS = {"acme": "wp-acme", "globex": "wp-globex"}
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -46,14 +46,14 @@ def customers() -> list[TenantConfig]:
 
 
 @pytest.fixture(scope="module")
-def database(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp(f"stored-{place}") / "responses.sqlite"
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stored") / "responses.sqlite"
 
 
 @pytest.fixture(scope="module")
-def served(place: Place, demo_model_path: Path, database: Path) -> Iterator[tuple[str, Script]]:
+def served(demo_model_path: Path, database: Path) -> Iterator[tuple[str, Script]]:
     backend = open_database(None, database, BOUNDS)
-    with scripted(demo_model_path, customers=customers(), backend=backend, place=place) as running:
+    with scripted(demo_model_path, customers=customers(), backend=backend) as running:
         yield running
 
 
@@ -369,7 +369,7 @@ def test_lines_for_an_alias_wait_for_its_model_alone(tmp_path: Path) -> None:
         door = FrontDoor(Shares({}), places=lambda: places, max_waiting=8, max_bytes=1 << 20)
         return ModelGate(lambda asked: asked == name, door, lambda: 1, lambda: 1 - places)
 
-    desk = BatchDesk(objects, "ingress", dict, [gate("busy", 0), gate("free", 1)], lambda: {"gpt-4o": "free"})
+    desk = BatchDesk(objects, "ingress", dict, lambda: [gate("busy", 0), gate("free", 1)], lambda: {"gpt-4o": "free"})
     told = {name: desk._quiet("acme", name) for name in ("busy", "free", "gpt-4o", "none")}
     assert told == {"busy": False, "free": True, "gpt-4o": True, "none": False}
 
@@ -552,7 +552,7 @@ def test_uploads_at_once_take_no_more_than_their_room(
 def test_a_refusal_by_a_tenants_own_limit_is_known_in_each_apis_shape(limit: str, path: str, tmp_path: Path) -> None:
     """It would refuse each of the tenant's lines; one by a full server would not."""
     objects = StoredObjects(open_database(None, tmp_path / "db", BOUNDS), b"s" * 32, FairWorkers(Shares({})), BOUNDS)
-    desk = BatchDesk(objects, "ingress", lambda: {"acme": Tenant("acme")})
+    desk = BatchDesk(objects, "ingress", lambda: {"acme": Tenant("acme")}, list, dict)
     error = RateLimited("no", retry_after_s=70.0, reason=LimitReason("ingress", limit))
     answer = APIS[path][1]().error(error, "req")
 
@@ -560,7 +560,7 @@ def test_a_refusal_by_a_tenants_own_limit_is_known_in_each_apis_shape(limit: str
         await send({"type": "http.response.start", "status": 429, "headers": [(b"retry-after", b"70")]})
         await send({"type": "http.response.body", "body": msgspec.json.encode(answer.body)})
 
-    desk.application = application
+    desk._application = application
     said = asyncio.run(desk._ask("acme", path, b"{}", "req", True))
     assert (said.status, said.retry_after_s, said.own_limit) == (429, 70.0, limit != "max_queued_requests")
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from typing import Any, cast
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from ray import serve
@@ -21,7 +21,7 @@ from ray.serve.schema import (
 )
 
 from router.protocol.version import UNTOLD, VERSION_METADATA, WIRE_VERSION
-from serve_app.ingress.broadcast import INGRESS_NAME, Broadcast, is_starting
+from serve_app.ingress.broadcast import INGRESS_NAME, Broadcast
 
 pytestmark = pytest.mark.anyio
 
@@ -103,6 +103,6 @@ def test_a_request_waits_for_a_replica_that_starts_or_that_no_router_has_heard_o
     deployment = DeploymentStatusOverview(DeploymentStatus(status), trigger, found, message)  # type: ignore[arg-type]
     app = ApplicationStatusOverview(ApplicationStatus.RUNNING, "", 0.0, {"Replica": deployment})
     monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"app": app}))
-    assert is_starting("app", "Replica") == starting
-    assert is_starting("app", "Replica", unheard=True) == unheard
-    assert not is_starting("app", "Other", unheard=True)
+    own, other = (Broadcast(Mock(deployment_name=name), "app", 1) for name in ("Replica", "Other"))
+    assert (own.is_starting(), own.is_starting(unheard=True)) == (starting, unheard)
+    assert not other.is_starting(unheard=True)

@@ -3,13 +3,14 @@
 import asyncio
 from typing import Any
 
-from tests.serve_app.ingress.several import Checkpoint, Several
+from tests.serve_app.ingress.scripted import ReadCheckpoint
+from tests.serve_app.ingress.several import Several
 from tests.serve_app.ingress.test_models import DOORS, OPERATOR, checkpoint, config_of, digest, key_of, tenants
 
 __all__ = ["checkpoint"]
 
 
-def test_a_spent_budget_is_refused_at_every_door_and_told_to_its_tenant(checkpoint: Checkpoint) -> None:
+def test_a_spent_budget_is_refused_at_every_door_and_told_to_its_tenant(checkpoint: ReadCheckpoint) -> None:
     acme, globex = tenants(acme=None, globex=None)
     config = config_of(
         "m0",
@@ -19,7 +20,7 @@ def test_a_spent_budget_is_refused_at_every_door_and_told_to_its_tenant(checkpoi
     )
 
     async def run() -> None:
-        several = Several(checkpoint, config)
+        several = await Several.open(checkpoint, config)
 
         async def ask(path: str, key: str, body: dict[str, Any] | None = None) -> Any:
             return await several.ask(path, body, key)

@@ -150,18 +150,18 @@ def test_a_client_that_leaves_is_counted_once(
 ) -> None:
     """As 499, before and after its stream has begun. Serve cancels its request, beside what listens for it here."""
     script.text, script.holds, script.ends = "It rains in Oslo, and nowhere else.", True, asyncio.Semaphore(0)
-    asked, before = len(script.asked), script.metrics.values.copy()
+    asked, before = len(script.asked), script.metrics().values.copy()
     status = ("endpoint", api), ("status", "499"), ("tenant", "default")
 
     def grown() -> dict[Any, float]:
-        return {key: more for key, value in script.metrics.values.items() if (more := value - before.get(key, 0))}
+        return {key: more for key, value in script.metrics().values.items() if (more := value - before.get(key, 0))}
 
     with asking(hermes[0], api, stream) as connection:
         eventually(lambda: len(script.asked) > asked)
         if moment == "begun":
             script.end()
             read_until(connection, re.compile(rb"data: {"))
-    eventually(lambda: not script.metrics.values["warmpath_requests_in_flight", ()])
+    eventually(lambda: not script.metrics().values["warmpath_requests_in_flight", ()])
     eventually(lambda: grown().get(("warmpath_requests_total", status)))
     counted = {key: more for key, more in grown().items() if key[0] == "warmpath_requests_total"}
     assert counted == {("warmpath_requests_total", status): 1}

@@ -5,8 +5,10 @@ import json
 from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest.mock import AsyncMock
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,10 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.config.app import AppConfig
 from serve_app.config.live import app_config
-from serve_app.ingress import models
-from serve_app.ingress.batches import BatchDesk
-from serve_app.ingress.services import Catalog
-from tests.serve_app.ingress.several import Checkpoint, Several
+from serve_app.ingress.model import Model
+from tests.serve_app.ingress.scripted import OTHER, PATIENCE_S, PLACES, Place, ReadCheckpoint, scripted
+from tests.serve_app.ingress.several import Several
 
 OPERATOR = "wp-operator"
 TENANTS = ("acme", "globex", "zeta")
@@ -51,8 +52,8 @@ def tenants(**lists: list[str] | None) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(demo_model_path: Path) -> Checkpoint:
-    return Checkpoint(demo_model_path)
+def checkpoint(demo_model_path: Path) -> ReadCheckpoint:
+    return ReadCheckpoint(demo_model_path)
 
 
 def config_of(*names: str, **more: Any) -> AppConfig:
@@ -84,7 +85,10 @@ def deployments(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, dict[str, tu
 @settings(max_examples=40)
 @given(deployments(), st.sampled_from([*NAMES, *ADAPTERS, *ALIASES, "none"]), st.sampled_from(TENANTS))
 def test_a_key_reaches_the_models_of_its_list_and_no_other_by_any_door(
-    checkpoint: Checkpoint, drawn: tuple[dict[str, Any], dict[str, dict[str, tuple[str, ...]]]], name: str, tenant: str
+    checkpoint: ReadCheckpoint,
+    drawn: tuple[dict[str, Any], dict[str, dict[str, tuple[str, ...]]]],
+    name: str,
+    tenant: str,
 ) -> None:
     """An independent rule tells who may use what. A refusal is a 404 with the names that the caller may use."""
     given_, adapters = drawn
@@ -110,7 +114,7 @@ def test_a_key_reaches_the_models_of_its_list_and_no_other_by_any_door(
     target = usable.get(aliases.get(name, name))
 
     async def ask() -> None:
-        several = Several(checkpoint, config, adapters)
+        several = await Several.open(checkpoint, config, adapters)
 
         async def check(path: str, body: Any, key: str) -> None:
             answer = await several.ask(path, body, key)
@@ -145,11 +149,32 @@ def test_a_key_reaches_the_models_of_its_list_and_no_other_by_any_door(
     asyncio.run(ask())
 
 
-def test_a_request_without_a_model_gets_the_callers_first(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_a_model_answers_alone_as_among_others(demo_model_path: Path, place: Place) -> None:
+    """By every door, whole and streamed; all other tests of the APIs ask the first of two models."""
+    with (
+        scripted(demo_model_path, place=place) as (url, script),
+        httpx.Client(base_url=url, timeout=PATIENCE_S) as http,
+    ):
+        script.text = "It rains."
+        for path, body in DOORS.items():
+            for stream in (False, True):
+                answer = http.post(path, json={**body, "model": "demo", "stream": stream})
+                assert answer.status_code == 200 and "rains" in answer.text
+        for path, body in COUNTS.items():
+            assert http.post(path, json={**body, "model": "demo"}).status_code == 200
+        names = [row["id"] for row in http.get("/v1/models").json()["data"]]
+        assert names == {"alone": ["demo"], "first": ["demo", OTHER], "second": [OTHER, "demo"]}[place]
+        assert ("model" in http.get("/metrics").text.partition("warmpath_router_replicas{")[2][:80]) == (
+            place != "alone"
+        )
+
+
+def test_a_request_without_a_model_gets_the_callers_first(checkpoint: ReadCheckpoint) -> None:
     config = config_of("m0", "m1", tenants=tenants(acme=None, zeta=["m1"]))
 
     async def ask() -> dict[str, str]:
-        several = Several(checkpoint, config)
+        several = await Several.open(checkpoint, config)
         return {
             tenant: (await several.ask("/v1/chat/completions", CHAT, key_of(tenant))).json()["model"]
             for tenant in ("acme", "zeta")
@@ -158,11 +183,11 @@ def test_a_request_without_a_model_gets_the_callers_first(checkpoint: Checkpoint
     assert asyncio.run(ask()) == {"acme": "m0", "zeta": "m1"}
 
 
-def test_a_conversation_may_go_on_with_another_model_and_only_its_tenant_has_it(checkpoint: Checkpoint) -> None:
+def test_a_conversation_may_go_on_with_another_model_and_only_its_tenant_has_it(checkpoint: ReadCheckpoint) -> None:
     config = config_of("m0", "m1", tenants=tenants(acme=None, zeta=["m1"]))
 
     async def ask() -> None:
-        several, path = Several(checkpoint, config), "/v1/responses"
+        several, path = await Several.open(checkpoint, config), "/v1/responses"
         first = (await several.ask(path, {"input": "Hi", "model": "m0"}, key_of("acme"))).json()
         more = {"input": "And?", "model": "m1", "previous_response_id": first["id"]}
         assert (await several.ask(path, more, key_of("acme"))).json()["model"] == "m1"
@@ -175,11 +200,11 @@ def test_a_conversation_may_go_on_with_another_model_and_only_its_tenant_has_it(
     asyncio.run(ask())
 
 
-def test_usage_metrics_and_explanations_name_the_model(checkpoint: Checkpoint) -> None:
+def test_usage_metrics_and_explanations_name_the_model(checkpoint: ReadCheckpoint) -> None:
     config = config_of("m0", "m1", aliases={"gpt-4o": "m1"}, m1={"policy": "round_robin"})
 
     async def ask() -> tuple[str, Any, Any, Any]:
-        several = Several(checkpoint, config)
+        several = await Several.open(checkpoint, config)
         for name in ("m0", "m1", "gpt-4o", "none"):
             await several.ask("/v1/chat/completions", {**CHAT, "model": name})
         explained = [
@@ -202,15 +227,12 @@ def test_usage_metrics_and_explanations_name_the_model(checkpoint: Checkpoint) -
     assert health["models"].keys() == {"m0", "m1"}
 
 
-def test_a_model_that_cannot_be_served_is_a_503_for_its_tenants_alone(checkpoint: Checkpoint) -> None:
+def test_a_model_that_cannot_be_served_is_a_503_for_its_tenants_alone(checkpoint: ReadCheckpoint) -> None:
     listed = tenants(acme=None, zeta=["m1"], globex=["m0"])
     config = config_of("m0", "m1", tenants=listed, operator_key_sha256=[digest(OPERATOR)])
 
     async def ask() -> None:
-        several = Several(checkpoint, config)
-        del several.models.served["m0"]
-        several.models.down["m0"] = "/models/m0 has no config.json"
-        several.application.state.services = several.models.first
+        several = await Several.open(checkpoint, config, down={"m0": "/models/m0 has no config.json"})
         answers = {
             (tenant, name): await several.ask("/v1/chat/completions", {**CHAT, "model": name}, key_of(tenant))
             for tenant in ("acme", "zeta")
@@ -232,7 +254,7 @@ def test_a_model_that_cannot_be_served_is_a_503_for_its_tenants_alone(checkpoint
 
 
 @pytest.mark.parametrize("tenant", ["acme", "zeta"])
-def test_a_fallback_answers_for_a_full_model_if_the_tenant_may_use_it(checkpoint: Checkpoint, tenant: str) -> None:
+def test_a_fallback_answers_for_a_full_model_if_the_tenant_may_use_it(checkpoint: ReadCheckpoint, tenant: str) -> None:
     """The queue of the model has one place, which a request holds. The answer names its model, and says why."""
     config = config_of(
         "m0",
@@ -243,8 +265,8 @@ def test_a_fallback_answers_for_a_full_model_if_the_tenant_may_use_it(checkpoint
     )
 
     async def ask() -> None:
-        several, body = Several(checkpoint, config), {**CHAT, "model": "m0"}
-        with several.models.served["m0"].access.front_door.arrive(tenant):
+        several, body = await Several.open(checkpoint, config), {**CHAT, "model": "m0"}
+        with several.models["m0"].front_door.arrive(tenant):
             answer = await several.ask("/v1/chat/completions", body, key_of(tenant))
         if tenant == "zeta":
             assert answer.status_code == 429 and several.asked == {}
@@ -259,14 +281,11 @@ def test_a_fallback_answers_for_a_full_model_if_the_tenant_may_use_it(checkpoint
     asyncio.run(ask())
 
 
-def test_a_fallback_answers_for_a_model_that_could_not_be_loaded(checkpoint: Checkpoint) -> None:
+def test_a_fallback_answers_for_a_model_that_could_not_be_loaded(checkpoint: ReadCheckpoint) -> None:
     config = config_of("m0", "m1", m0={"fallback": "m1"}, tenants=tenants(acme=None, zeta=["m0"]))
 
     async def ask() -> None:
-        several = Several(checkpoint, config)
-        del several.models.served["m0"]
-        several.models.down["m0"] = "there is no config.json"
-        several.application.state.services = several.models.first
+        several = await Several.open(checkpoint, config, down={"m0": "there is no config.json"})
         body = {**CHAT, "model": "m0"}
         answers = {who: await several.ask("/v1/chat/completions", body, key_of(who)) for who in ("acme", "zeta")}
         assert answers["acme"].json()["model"] == "m1"
@@ -276,19 +295,16 @@ def test_a_fallback_answers_for_a_model_that_could_not_be_loaded(checkpoint: Che
 
 
 @pytest.mark.parametrize("state", ["down", "not loaded", "full", "asleep"])
-def test_a_fallback_answers_for_no_model_that_its_tenant_does_not_have(checkpoint: Checkpoint, state: str) -> None:
+def test_a_fallback_answers_for_no_model_that_its_tenant_does_not_have(checkpoint: ReadCheckpoint, state: str) -> None:
     """A model that is not in its list is not there, whatever becomes of it."""
     own = {"fallback": "m1", "max_queued_requests": 1} | (ZERO if state == "asleep" else {})
     config = config_of("m0", "m1", m0=own, tenants=tenants(acme=None, zeta=["m1"]))
 
     async def ask() -> None:
-        several = Several(checkpoint, config)
-        held = several.models.served["m0"].access.front_door.arrive("acme") if state == "full" else nullcontext()
-        if state == "not loaded":
-            several.models.down["m0"] = "there is no config.json"
-            del several.models.served["m0"]
-            several.application.state.services = several.models.first
-        elif state != "full":
+        down = {"m0": "there is no config.json"} if state == "not loaded" else {}
+        several = await Several.open(checkpoint, config, down=down)
+        held = several.models["m0"].front_door.arrive("acme") if state == "full" else nullcontext()
+        if state in ("down", "asleep"):
             several.core("m0").update_replicas([])
         with held:
             for path, body in DOORS.items():
@@ -300,12 +316,12 @@ def test_a_fallback_answers_for_no_model_that_its_tenant_does_not_have(checkpoin
     asyncio.run(ask())
 
 
-def test_a_model_without_replicas_counts_its_own_tokens(checkpoint: Checkpoint) -> None:
+def test_a_model_without_replicas_counts_its_own_tokens(checkpoint: ReadCheckpoint) -> None:
     """Its fallback may have another tokenizer and another template."""
     config = config_of("m0", "m1", m0={"fallback": "m1"})
 
     async def ask() -> None:
-        several = Several(checkpoint, config)
+        several = await Several.open(checkpoint, config)
         several.core("m0").update_replicas([])
         answer = await several.ask("/tokenize", {"model": "m0", "prompt": "Who are you?"})
         assert (answer.status_code, "x-warmpath-warning" in answer.headers) == (200, False)
@@ -313,25 +329,27 @@ def test_a_model_without_replicas_counts_its_own_tokens(checkpoint: Checkpoint) 
     asyncio.run(ask())
 
 
-def test_a_live_change_that_one_model_refuses_changes_none(checkpoint: Checkpoint) -> None:
+def test_a_live_change_that_one_model_refuses_changes_none(checkpoint: ReadCheckpoint) -> None:
     config = config_of("m0", "m1")
 
     async def change() -> None:
-        several = Several(checkpoint, config)
-        several.models.served["m1"].catalog.prompts.replace.side_effect = ValueError("refused")  # type: ignore[attr-defined]
+        several = await Several.open(checkpoint, config)
+        prompts = [{"name": "brief", "version": "1", "text": "Be brief."}]
+        changed = config_of("m0", "m1", policy="round_robin", aliases={"x": "m0"}, public_prompts=prompts)
+        several.models["m1"].prompts.replace = AsyncMock(side_effect=ValueError("refused"))  # type: ignore[method-assign]
         with pytest.raises(ValueError, match="refused"):
-            await several.models.configure(config_of("m0", "m1", policy="round_robin", aliases={"x": "m0"}))
+            await several.address.configure(changed)
         assert [several.core(name).settings.policy for name in ("m0", "m1")] == ["estimated_ttft"] * 2
-        assert several.models.aliases == {}
+        assert several.address.tenants.aliases == {} and not several.models["m0"].prompts.all()
 
     asyncio.run(change())
 
 
-def test_a_fallback_answers_for_a_model_without_replicas_but_not_for_its_adapters(checkpoint: Checkpoint) -> None:
+def test_a_fallback_answers_for_a_model_without_replicas_but_not_for_its_adapters(checkpoint: ReadCheckpoint) -> None:
     config = config_of("m0", "m1", m0={"fallback": "m1"})
 
     async def ask() -> None:
-        several = Several(checkpoint, config, {"m0": {"a0": ()}})
+        several = await Several.open(checkpoint, config, {"m0": {"a0": ()}})
         several.core("m0").update_replicas([])
         answer = await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"})
         assert answer.json()["model"] == "m1"
@@ -343,14 +361,14 @@ def test_a_fallback_answers_for_a_model_without_replicas_but_not_for_its_adapter
     asyncio.run(ask())
 
 
-def test_a_fallback_without_replicas_takes_no_request(checkpoint: Checkpoint) -> None:
+def test_a_fallback_without_replicas_takes_no_request(checkpoint: ReadCheckpoint) -> None:
     """The refusal of the model that was asked for is the better answer: it tells when to come again."""
     config = config_of("m0", "m1", m0={"fallback": "m1", "max_queued_requests": 1})
 
     async def ask() -> None:
-        several = Several(checkpoint, config)
+        several = await Several.open(checkpoint, config)
         several.core("m1").update_replicas([])
-        with several.models.served["m0"].access.front_door.arrive("default"):
+        with several.models["m0"].front_door.arrive("default"):
             answer = await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"})
         assert (answer.status_code, several.asked) == (429, {})
         answer = await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"})
@@ -361,13 +379,13 @@ def test_a_fallback_without_replicas_takes_no_request(checkpoint: Checkpoint) ->
 
 def waiting(several: Several, name: str) -> float:
     """Return what the autoscaler learns of requests that wait for a model."""
-    services = several.models.served[name]
-    services.fleet.prefix = f"{name}:"
-    return several.models.first.autoscaling_stats()[f"{name}:waiting_requests"]
+    return several.address.scaling_figures()[f"{several.models[name].broadcast.figures_prefix}waiting_requests"]
 
 
 @pytest.mark.parametrize("tenant", ["acme", "zeta"])
-def test_a_fallback_answers_while_a_model_is_asleep_which_starts_for_it(checkpoint: Checkpoint, tenant: str) -> None:
+def test_a_fallback_answers_while_a_model_is_asleep_which_starts_for_it(
+    checkpoint: ReadCheckpoint, tenant: str
+) -> None:
     """The answer names who gave it, and says why. What is no client's request now stays: lines of batches, tokens.
 
     docs: cluster
@@ -383,7 +401,7 @@ def test_a_fallback_answers_while_a_model_is_asleep_which_starts_for_it(checkpoi
     )
 
     async def ask() -> None:
-        several, body = Several(checkpoint, config, {"m0": {"a0": ()}}), {**CHAT, "model": "m0"}
+        several, body = await Several.open(checkpoint, config, {"m0": {"a0": ()}}), {**CHAT, "model": "m0"}
         several.core("m0").update_replicas([])
         assert waiting(several, "m0") == 0
         for path, told in COUNTS.items():
@@ -398,11 +416,11 @@ def test_a_fallback_answers_while_a_model_is_asleep_which_starts_for_it(checkpoi
         assert answer.headers["x-warmpath-warning"] == "m0 is asleep: its fallback answers"
         streamed = await several.ask("/v1/chat/completions", {**body, "stream": True}, key_of(tenant))
         assert '"model":"m1"' in streamed.text and "asleep" in streamed.headers["x-warmpath-warning"]
-        counted = {labels: value for name, labels, value in several.models.metrics.samples() if "fallbacks" in name}
+        counted = {labels: value for name, labels, value in several.address.metrics.samples() if "fallbacks" in name}
         assert counted == {(("cause", "asleep"), ("fallback", "m1"), ("model", "m0")): 2.0}
         for more in ({"model": "a0"}, {"lora_name": "a0"}):
             assert (await several.ask("/v1/chat/completions", {**body, **more}, key_of(tenant))).json()["model"] == "a0"
-        with several.models.served["m1"].access.front_door.arrive(tenant):
+        with several.models["m1"].front_door.arrive(tenant):
             full = await several.ask("/v1/chat/completions", body, key_of(tenant))
         assert full.json()["model"] == "m0", "it waits for the model, as without a fallback"
         several.core("m0").update_replicas(["r"])
@@ -412,11 +430,11 @@ def test_a_fallback_answers_while_a_model_is_asleep_which_starts_for_it(checkpoi
     asyncio.run(ask())
 
 
-def test_of_two_that_are_asleep_the_one_that_was_asked_starts(checkpoint: Checkpoint) -> None:
+def test_of_two_that_are_asleep_the_one_that_was_asked_starts(checkpoint: ReadCheckpoint) -> None:
     config = config_of("m0", "m1", m0={**ZERO, "fallback": "m1"}, m1=ZERO)
 
     async def ask() -> None:
-        several = Several(checkpoint, config)
+        several = await Several.open(checkpoint, config)
         for name in ("m0", "m1"):
             several.core(name).update_replicas([])
         assert (await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"})).json()["model"] == "m0"
@@ -425,16 +443,16 @@ def test_of_two_that_are_asleep_the_one_that_was_asked_starts(checkpoint: Checkp
     asyncio.run(ask())
 
 
-def test_a_batchs_line_waits_for_a_model_that_is_asleep(checkpoint: Checkpoint) -> None:
+def test_a_batchs_line_waits_for_a_model_that_is_asleep(checkpoint: ReadCheckpoint) -> None:
     """It has a day; answers of two models in one file would be a surprise."""
     config = config_of("m0", "m1", m0={**ZERO, "fallback": "m1"})
 
     async def ask() -> None:
-        several = Several(checkpoint, config)
+        several = await Several.open(checkpoint, config)
         several.core("m0").update_replicas([])
-        known = several.models.first.access.tenants.by_name
-        desk = BatchDesk(cast(Any, None), "ingress", lambda: known)
-        desk.application = several.application
+        desk = several.address.batches
+        assert desk is not None
+        desk._application = several.application
         body = json.dumps({**CHAT, "model": "m0"}).encode()
         said = [await desk._ask("default", "/v1/chat/completions", body, "r", waits) for waits in (True, False)]
         assert [json.loads(one.body)["model"] for one in said] == ["m0", "m0"]
@@ -442,12 +460,12 @@ def test_a_batchs_line_waits_for_a_model_that_is_asleep(checkpoint: Checkpoint) 
     asyncio.run(ask())
 
 
-def test_a_full_queue_of_one_model_refuses_no_request_of_another(checkpoint: Checkpoint) -> None:
+def test_a_full_queue_of_one_model_refuses_no_request_of_another(checkpoint: ReadCheckpoint) -> None:
     config = config_of("m0", "m1", m0={"max_queued_requests": 1})
 
     async def ask() -> None:
-        several = Several(checkpoint, config)
-        with several.models.served["m0"].access.front_door.arrive("default"):
+        several = await Several.open(checkpoint, config)
+        with several.models["m0"].front_door.arrive("default"):
             full = await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"})
             other = await several.ask("/v1/chat/completions", {**CHAT, "model": "m1"})
         assert (full.status_code, other.status_code) == (429, 200)
@@ -457,14 +475,16 @@ def test_a_full_queue_of_one_model_refuses_no_request_of_another(checkpoint: Che
     asyncio.run(ask())
 
 
-def test_who_finds_no_place_while_the_first_replica_starts_is_told_when_to_come_again(checkpoint: Checkpoint) -> None:
+def test_who_finds_no_place_while_the_first_replica_starts_is_told_when_to_come_again(
+    checkpoint: ReadCheckpoint,
+) -> None:
     own = {"autoscaling": {"min_replicas": 0, "max_replicas": 1}, "max_queued_requests": 1}
     config = config_of("m0", "m1", m0=own)
 
     async def ask() -> None:
-        several = Several(checkpoint, config)
+        several = await Several.open(checkpoint, config)
         several.core("m0").update_replicas([])
-        with several.models.served["m0"].access.front_door.arrive("default"):
+        with several.models["m0"].front_door.arrive("default"):
             answer = await several.ask("/v1/chat/completions", {**CHAT, "model": "m0"})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
         assert answer.json()["error"]["code"] == "model_starting"
@@ -473,34 +493,33 @@ def test_who_finds_no_place_while_the_first_replica_starts_is_told_when_to_come_
 
 
 def test_requests_wait_for_a_replica_that_runs_unless_it_is_known_not_to_take_them(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: ReadCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[bool]()
 
-    def is_starting(app: str, deployment: str, *, unheard: bool) -> bool:
+    def starting(unheard: bool) -> bool:
         asked.append(unheard)
         return unheard
 
-    monkeypatch.setattr(models, "is_starting", is_starting)
-    monkeypatch.setattr(models, "STARTING_S", -1.0)
+    monkeypatch.setattr("serve_app.ingress.model.STARTING_S", -1.0)
 
     async def ask() -> None:
-        several = Several(checkpoint, config_of("m0"))
+        several = await Several.open(checkpoint, config_of("m0"), starting=starting)
         core = several.core("m0")
         core.update_replicas([])
-        assert await several.models.starting("m0")
+        assert await several.models["m0"].starting()
         core.other_versions = {"r0": 0}
-        assert not await several.models.starting("m0")
+        assert not await several.models["m0"].starting()
 
     asyncio.run(ask())
     assert asked == [True, False]
 
 
-def test_adapters_are_loaded_on_a_named_model_under_a_name_that_no_other_has(checkpoint: Checkpoint) -> None:
+def test_adapters_are_loaded_on_a_named_model_under_a_name_that_no_other_has(checkpoint: ReadCheckpoint) -> None:
     config = config_of("m0", "m1", allow_runtime_lora=True, aliases={"gpt-4o": "m1"})
 
     async def ask() -> None:
-        several = Several(checkpoint, config, {"m1": {"a0": ()}})
+        several = await Several.open(checkpoint, config, {"m1": {"a0": ()}})
         path = "/v1/load_lora_adapter"
         unnamed = await several.ask(path, {"lora_name": "b", "lora_path": "/nowhere"})
         assert unnamed.status_code == 400 and "?model=NAME, one of m0, m1" in unnamed.text
@@ -513,14 +532,14 @@ def test_adapters_are_loaded_on_a_named_model_under_a_name_that_no_other_has(che
     asyncio.run(ask())
 
 
-def test_live_settings_of_one_model_change_it_alone(checkpoint: Checkpoint) -> None:
+def test_live_settings_of_one_model_change_it_alone(checkpoint: ReadCheckpoint) -> None:
     config = config_of("m0", "m1")
 
     async def change() -> None:
-        several = Several(checkpoint, config)
+        several = await Several.open(checkpoint, config)
         await several.registry.look()  # as an ingress does before it serves
         changed = config_of("m0", "m1", m0={"policy": "round_robin"}, aliases={"gpt-4o": "m1"})
-        await several.models.configure(changed)
+        await several.address.configure(changed)
         assert [several.core(name).settings.policy for name in ("m0", "m1")] == ["round_robin", "estimated_ttft"]
         answer = await several.ask("/v1/chat/completions", {**CHAT, "model": "gpt-4o"})
         assert answer.json()["model"] == "m1"
@@ -529,28 +548,27 @@ def test_live_settings_of_one_model_change_it_alone(checkpoint: Checkpoint) -> N
 
 
 def test_a_tenant_of_the_database_keeps_its_budget_while_settings_change(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: ReadCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of new settings take time, and may be refused; what is spent meanwhile counts, at the prices in force."""
     config = config_of("m0", tenants=[], prices={"m0": {"input": 1, "output": 1}})
 
     async def change() -> None:
-        several = Several(checkpoint, config)
+        several = await Several.open(checkpoint, config)
         fields = {"budget": {"tokens": 100, "period": "day"}}
         await several.registry.change("an operator", lambda edit: edit.add_tenant("added", fields))
-        services = several.models.served["m0"]
-        services.tenants_changed()
-        budgets = services.access.budgets
+        several.address.tenants_changed()
+        budgets = several.address.budgets
         seen = []
 
         async def refused(*_: object) -> None:
             seen.append((budgets.prices["m0"].input, [one["tenant"] for one in await budgets.told(None)]))
             raise ValueError("no such prompt")
 
-        monkeypatch.setattr(Catalog, "replace_prompts", refused)
+        monkeypatch.setattr(Model, "replace_prompts", refused)
         changed = config_of("m0", tenants=[], prices={"m0": {"input": 9, "output": 9}})
         with pytest.raises(ValueError, match="no such prompt"):
-            await services.configure(changed.served()["m0"])
+            await several.address.configure(changed)
         assert seen == [(1, ["added"])]
         assert budgets.prices["m0"].input == 1
 

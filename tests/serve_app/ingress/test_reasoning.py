@@ -14,7 +14,7 @@ from anthropic.types import Message
 from openai import OpenAI
 from openai.types.responses import Response
 
-from tests.serve_app.ingress.scripted import PATIENCE_S, Place, Script, scripted
+from tests.serve_app.ingress.scripted import PATIENCE_S, Script, scripted
 from tests.serve_app.tool_templates.families import WEATHER, call_text, family
 
 THOUGHT, ANSWER = "Is it wet?\n\nIt may be.", "It rains. END of it"
@@ -25,12 +25,10 @@ ASKED: dict[str, Any] = {"model": "demo", "messages": HI}
 
 
 @pytest.fixture(scope="module")
-def hermes(
-    place: Place, demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Script]]:
+def hermes(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
     """Replaces the package's fixture: this model reasons."""
     path = family("thinking", demo_model_path, tmp_path_factory.mktemp("family") / "thinking")
-    with scripted(path, place=place) as served:
+    with scripted(path) as served:
         yield served
 
 

@@ -12,7 +12,7 @@ from serve_app.config.tenants import TenantConfig
 from serve_app.generation.prepare import session_key
 from serve_app.tenants import make_api_key
 from tests.serve_app.api.test_agents import RECORDED
-from tests.serve_app.ingress.scripted import Place, Script, scripted
+from tests.serve_app.ingress.scripted import Script, scripted
 
 HI = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -30,9 +30,9 @@ def claude(word: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served(place: Place, demo_model_path: Path) -> Iterator[tuple[str, Script]]:
+def served(demo_model_path: Path) -> Iterator[tuple[str, Script]]:
     customers = [TenantConfig(name=name, key_sha256=[digest]) for name, (_, digest) in KEYS.items()]
-    with scripted(demo_model_path, customers=customers, place=place) as running:
+    with scripted(demo_model_path, customers=customers) as running:
         yield running
 
 

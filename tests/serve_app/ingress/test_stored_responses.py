@@ -17,7 +17,7 @@ from openai.types.responses import Response
 from serve_app.config.tenants import TenantConfig
 from serve_app.stored.database import Database
 from serve_app.stored.url import open_database
-from tests.serve_app.ingress.scripted import BOUNDS, Place, Script, scripted
+from tests.serve_app.ingress.scripted import BOUNDS, Script, scripted
 from tests.serve_app.ingress.test_responses import CALL, TOOL
 from tests.serve_app.tool_templates.families import family
 
@@ -42,9 +42,9 @@ def backend(file: Path) -> Database:
 
 
 @pytest.fixture(scope="module")
-def served(place: Place, model_path: Path, backend: Database) -> Iterator[tuple[str, Script]]:
+def served(model_path: Path, backend: Database) -> Iterator[tuple[str, Script]]:
     options: dict[str, Any] = {"customers": CUSTOMERS, "backend": backend, "max_body_bytes": MAX_BODY_BYTES}
-    with scripted(model_path, place=place, **options) as running:
+    with scripted(model_path, **options) as running:
         yield running
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.tenants import make_api_key
-from tests.serve_app.ingress.several import Checkpoint, Several
+from tests.serve_app.ingress.scripted import ReadCheckpoint
+from tests.serve_app.ingress.several import Several
 from tests.serve_app.ingress.test_models import CHAT, OPERATOR, checkpoint, config_of, digest, key_of, tenants
 
 __all__ = ["checkpoint"]
@@ -22,11 +23,8 @@ BODY = CHAT | {"model": "m0"}
 class Desk:
     """An ingress with the tenants acme and globex in its settings, for its operator."""
 
-    def __init__(self, checkpoint: Checkpoint, **more: Any) -> None:
-        declared = {"tenants": tenants(acme=None, globex=None)}
-        self.several = Several(
-            checkpoint, config_of("m0", "m1", **declared | {"operator_key_sha256": [digest(OPERATOR)]} | more)
-        )
+    def __init__(self, several: Several) -> None:
+        self.several = several
 
     async def ask(self, method: str, path: str, body: Any = None, key: str = OPERATOR) -> httpx.Response:
         transport = httpx.ASGITransport(self.several.application)
@@ -51,17 +49,15 @@ class Desk:
         return str((await self.get(f"keys?tenant={tenant}"))["data"][0]["id"])
 
 
-def running(checkpoint: Checkpoint, walk: Any, **more: Any) -> None:
+def running(checkpoint: ReadCheckpoint, walk: Any, **more: Any) -> None:
     async def run() -> None:
-        desk = Desk(checkpoint, **more)
-        await desk.several.registry.look()
-        desk.several.models.first.tenants_changed()
-        await walk(desk)
+        declared = {"tenants": tenants(acme=None, globex=None), "operator_key_sha256": [digest(OPERATOR)]}
+        await walk(Desk(await Several.open(checkpoint, config_of("m0", "m1", **declared | more))))
 
     asyncio.run(run())
 
 
-def test_a_tenant_lives_from_its_creation_to_its_end(checkpoint: Checkpoint) -> None:
+def test_a_tenant_lives_from_its_creation_to_its_end(checkpoint: ReadCheckpoint) -> None:
     """Each step holds for the next request, and the log has who did it."""
 
     async def walk(desk: Desk) -> None:
@@ -73,7 +69,7 @@ def test_a_tenant_lives_from_its_creation_to_its_end(checkpoint: Checkpoint) -> 
         assert await desk.chat(key["key"], "m1") == 404  # `models`
         assert (await desk.post("tenants/initech", models=None))["models"] is None
         assert await desk.chat(key["key"], "m1") == 200
-        assert desk.several.models.first.access.shares.weight("initech") == 2.0
+        assert desk.several.address.shares.weight("initech") == 2.0
         turned = await desk.post(f"keys/{key['id']}/rotate", overlap_s=3600)
         assert [await desk.chat(one["key"]) for one in (key, turned)] == [200, 200]
         assert turned["replaced"]["id"] == key["id"] and turned["replaced"]["expires_at"] is not None
@@ -109,7 +105,7 @@ def test_a_tenant_lives_from_its_creation_to_its_end(checkpoint: Checkpoint) -> 
     running(checkpoint, walk)
 
 
-def test_a_declared_tenant_is_the_base_until_a_reset(checkpoint: Checkpoint) -> None:
+def test_a_declared_tenant_is_the_base_until_a_reset(checkpoint: ReadCheckpoint) -> None:
     """Its limits go back, its keys do not: one that was disabled stays so."""
 
     async def walk(desk: Desk) -> None:
@@ -126,7 +122,7 @@ def test_a_declared_tenant_is_the_base_until_a_reset(checkpoint: Checkpoint) -> 
     running(checkpoint, walk)
 
 
-def test_nothing_shows_a_key_again(checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_shows_a_key_again(checkpoint: ReadCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
     """Neither lists nor changes nor logs nor the database hold a key or its whole SHA-256."""
 
     async def walk(desk: Desk) -> None:
@@ -151,7 +147,7 @@ ROUTES = (
 )  # fmt: skip
 
 
-def test_only_operators_may(checkpoint: Checkpoint) -> None:
+def test_only_operators_may(checkpoint: ReadCheckpoint) -> None:
     """A tenant's key is a 403 at every route, none a 401; an open server without operators has nobody who may."""
 
     async def walk(desk: Desk) -> None:
@@ -201,7 +197,7 @@ def test_only_operators_may(checkpoint: Checkpoint) -> None:
     ],
 )  # fmt: skip
 def test_mistakes_change_nothing_and_name_the_remedy(
-    checkpoint: Checkpoint, method: str, path: str, body: Any, status: int, sentence: str
+    checkpoint: ReadCheckpoint, method: str, path: str, body: Any, status: int, sentence: str
 ) -> None:
     async def walk(desk: Desk) -> None:
         answer = await desk.ask(method, f"/v1/admin/{path}", body)
@@ -213,7 +209,7 @@ def test_mistakes_change_nothing_and_name_the_remedy(
     running(checkpoint, walk)
 
 
-def test_an_open_server_closes_with_its_first_tenant_and_never_opens_again(checkpoint: Checkpoint) -> None:
+def test_an_open_server_closes_with_its_first_tenant_and_never_opens_again(checkpoint: ReadCheckpoint) -> None:
     """Without tenants where there were some, everybody is refused, and the operator is told how to go on."""
 
     async def walk(desk: Desk) -> None:
@@ -233,11 +229,11 @@ def test_an_open_server_closes_with_its_first_tenant_and_never_opens_again(check
     running(checkpoint, walk, tenants=[])
 
 
-def test_a_name_that_is_given_again_opens_nothing_of_before(checkpoint: Checkpoint) -> None:
+def test_a_name_that_is_given_again_opens_nothing_of_before(checkpoint: ReadCheckpoint) -> None:
     """Neither responses, files, batches, usage, budget, cache, requests nor adapters; `restore` takes them over."""
 
     async def walk(desk: Desk) -> None:
-        adapters = desk.several.models.first.catalog.adapters
+        adapters = desk.several.address.first.adapters
 
         async def begin(**more: Any) -> tuple[Any, str]:
             made = await desk.post("tenants", name="initech", budget={"tokens": 10**6}, **more)
@@ -282,7 +278,7 @@ def test_a_name_that_is_given_again_opens_nothing_of_before(checkpoint: Checkpoi
         first = await ask("/v1/responses", asked, key)
         assert name == "initech" and (await ask(f"/v1/responses/{first['id']}", key=key))["id"] == first["id"]
         before, generations = await told(key), desk.several.scripts["m0"].asked
-        desk.several.models.first.records.journal.add("initech", {"type": "decision", "at_s": 1.0})
+        desk.several.address.journal.add("initech", {"type": "decision", "at_s": 1.0})
         adapters.merge([adapters.next_entry("polite", AdapterSpec("polite", "0" * 16, "/polite"), (name,))])
         left, old_key = await leave(key), key
         assert [len(ids) for ids in left] == [1, 1, 1, 3]

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from router.protocol.events import StatsReport
-from tests.serve_app.ingress.several import Checkpoint, Several
+from tests.serve_app.ingress.scripted import ReadCheckpoint
+from tests.serve_app.ingress.several import Several
 from tests.serve_app.ingress.test_models import CHAT, OPERATOR, checkpoint, config_of, digest, key_of, tenants
 
 __all__ = ["checkpoint"]
@@ -14,7 +15,7 @@ __all__ = ["checkpoint"]
 STATS, CHATS = "/v1/tenants/stats", "/v1/chat/completions"
 
 
-def several_of(checkpoint: Checkpoint) -> Several:
+async def several_of(checkpoint: ReadCheckpoint) -> Several:
     acme, globex = tenants(acme=None, globex=None)
     config = config_of(
         "m0",
@@ -23,10 +24,7 @@ def several_of(checkpoint: Checkpoint) -> Several:
         operator_key_sha256=[digest(OPERATOR)],
         prices={name: {"input": 1_000_000, "cached": 0, "output": 2_000_000} for name in ("m0", "m1")},
     )
-    several = Several(checkpoint, config)
-    for services in several.models.served.values():
-        services.access.shares.set_weights(config.cache_shares)
-    return several
+    return await Several.open(checkpoint, config)
 
 
 async def sent(several: Several) -> None:
@@ -37,14 +35,14 @@ async def sent(several: Several) -> None:
             assert answer.status_code == status, answer.text
 
 
-def test_an_operator_sees_every_tenant_and_a_tenant_itself_alone(checkpoint: Checkpoint) -> None:
+def test_an_operator_sees_every_tenant_and_a_tenant_itself_alone(checkpoint: ReadCheckpoint) -> None:
     """Requests, refusals by limit with the remedy, tokens, times, budget and money, over all models.
 
     docs: tenants
     """
 
     async def run() -> None:
-        several = several_of(checkpoint)
+        several = await several_of(checkpoint)
         await sent(several)
         document = (await several.ask(STATS, key=OPERATOR)).json()
         assert (document["object"], document["viewer"], document["window_s"]) == ("tenants.stats", "operator", 60)
@@ -70,11 +68,11 @@ def test_an_operator_sees_every_tenant_and_a_tenant_itself_alone(checkpoint: Che
     asyncio.run(run())
 
 
-def test_caches_are_told_against_each_tenants_share(checkpoint: Checkpoint) -> None:
+def test_caches_are_told_against_each_tenants_share(checkpoint: ReadCheckpoint) -> None:
     """Shares are parts of all pools by weight; only operators see what others hold. Without reports there are none."""
 
     async def run() -> None:
-        several = several_of(checkpoint)
+        several = await several_of(checkpoint)
         bare = (await several.ask(STATS, key=OPERATOR)).json()
         assert all("kv_tokens" not in row for row in bare["data"]) and "kv" not in bare
         await asyncio.sleep(0)
@@ -88,9 +86,9 @@ def test_caches_are_told_against_each_tenants_share(checkpoint: Checkpoint) -> N
         )
         for name in ("m0", "m1"):
             several.core(name).apply(f"replica-of-{name}", [report])
-        several.models.first.records.tables.forget((None, 60))
+        several.address.tables.forget((None, 60))
         document = (await several.ask(STATS, key=OPERATOR)).json()
-        size = several.models.config.block_size
+        size = several.address.config.block_size
         rows = {row["tenant"]: (row["kv_tokens"], row["kv_share_tokens"]) for row in document["data"]}
         assert rows == {"acme": (6 * size, 12 * size), "globex": (0, 4 * size)}
         assert document["kv"] == {"pool_tokens": 16 * size, "held_tokens": {"acme": 6 * size, "(public)": 4 * size}}
@@ -101,11 +99,11 @@ def test_caches_are_told_against_each_tenants_share(checkpoint: Checkpoint) -> N
 
 
 @pytest.mark.parametrize(("window", "status"), [("300", 200), ("900", 200), ("61", 400), ("x", 400), ("", 400)])
-def test_the_span_is_one_of_a_few(checkpoint: Checkpoint, window: str, status: int) -> None:
+def test_the_span_is_one_of_a_few(checkpoint: ReadCheckpoint, window: str, status: int) -> None:
     """So that answers can be shared."""
 
     async def run() -> None:
-        answer = await several_of(checkpoint).ask(f"{STATS}?window_s={window}", key=OPERATOR)
+        answer = await (await several_of(checkpoint)).ask(f"{STATS}?window_s={window}", key=OPERATOR)
         assert answer.status_code == status
         if status == 400:
             assert "60, 300, 900" in answer.json()["error"]["message"]
@@ -113,11 +111,11 @@ def test_the_span_is_one_of_a_few(checkpoint: Checkpoint, window: str, status: i
     asyncio.run(run())
 
 
-def test_refused_requests_are_listed_for_their_tenant_and_operators(checkpoint: Checkpoint) -> None:
+def test_refused_requests_are_listed_for_their_tenant_and_operators(checkpoint: ReadCheckpoint) -> None:
     """Another tenant gets a 403, whether the name exists or not."""
 
     async def run() -> None:
-        several = several_of(checkpoint)
+        several = await several_of(checkpoint)
         await sent(several)
 
         async def ask(tenant: str, key: str) -> Any:

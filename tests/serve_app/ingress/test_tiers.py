@@ -91,8 +91,8 @@ def test_an_unknown_tier_of_messages_is_refused(anthropic_client: Anthropic, scr
 def test_priority_starts_first_and_flex_last(client: OpenAI, script: Script) -> None:
     """All places are taken and requests wait in the ingress: each freed place goes to the most urgent request."""
     script.text, script.ends = "It rains.", asyncio.Semaphore(0)
-    door, before = script.door, len(script.asked)
-    assert door is not None
+    assert script.address is not None
+    door, before = script.address.models["demo"].front_door, len(script.asked)
 
     def until(here: int, waiting: int) -> None:
         deadline_s = time.monotonic() + PATIENCE_S

@@ -19,7 +19,7 @@ from serve_app.errors import Overloaded, WarmpathError
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.routes.application import make_application
 from serve_app.stored.url import open_database
-from tests.serve_app.ingress.scripted import BOUNDS, Place, Script, partial_services, scripted
+from tests.serve_app.ingress.scripted import BOUNDS, Script, partial_address, scripted
 from tests.serve_app.ingress.test_responses import TOOL
 from tests.serve_app.tokenization.test_tokenizer import bos_around
 from tests.serve_app.tokenization.variants import variant_of
@@ -31,13 +31,11 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Rain in Oslo?"
 
 
 @pytest.fixture(scope="module")
-def served(
-    place: Place, demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Script]]:
+def served(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
     folder = tmp_path_factory.mktemp("tokens")
     stored = open_database(None, folder / "responses.sqlite", BOUNDS)
     path = family("hermes", demo_model_path, folder / "hermes")
-    with scripted(path, customers=CUSTOMERS, backend=stored, place=place) as running:
+    with scripted(path, customers=CUSTOMERS, backend=stored) as running:
         yield running
 
 
@@ -216,7 +214,7 @@ async def test_an_answer_counts_until_its_last_byte() -> None:
     """An answer that ends with an exception counts too."""
     drain, begun, sending = Drain(), asyncio.Event(), asyncio.Event()
     application = make_application(
-        partial_services(drain=drain, guard=SimpleNamespace(allowed_hosts=None, allowed_origins=()))
+        partial_address(drain=drain, guard=SimpleNamespace(allowed_hosts=None, allowed_origins=()))
     )
 
     async def send(_: object) -> None:

@@ -6,7 +6,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.serve_app.ingress.scripted import Place, Script
+from tests.serve_app.ingress.scripted import Script
 from tests.serve_app.tool_templates.families import WEATHER, call_text
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Rain in Oslo?"}]}
@@ -88,10 +88,8 @@ def test_token_ids_include_the_end_token(client: OpenAI, script: Script, text: s
     assert (shown.to_dict()["token_ids"], shown.text == text) == (answer, not own)
 
 
-def test_a_body_without_a_model_is_for_the_served_one(client: OpenAI, place: Place) -> None:
+def test_a_body_without_a_model_is_for_the_served_one(client: OpenAI) -> None:
     """The clients' types want one, but vLLM does not."""
-    if place == "second":
-        pytest.skip("it is for the first one")
     for path, body in (
         ("/chat/completions", {"messages": CHAT["messages"]}),
         ("/completions", {"prompt": "Rain?", "model": None}),

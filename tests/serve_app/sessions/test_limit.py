@@ -39,11 +39,13 @@ class Ingresses:
         made = ({"name": name, "key_sha256": [name * 64], "concurrent_sessions": limit} for name, limit in
                 (("a", most), ("b", None)))  # fmt: skip
         configs = [TenantConfig.model_validate(one) for one in made]
+        levels = [Levels(f"i{number}", ingresses, self._ask) for number in range(ingresses)]
+        self.session_limits = [SessionLimit(one, SIZE, clock=self.clock) for one in levels]
         self.limits = [
-            TenantLimits(configs, ingresses, levels=Levels(f"i{number}", ingresses, self._ask), clock=self.clock)
-            for number in range(ingresses)
+            TenantLimits(configs, ingresses, levels=one, checks=[limit.check], clock=self.clock)
+            for one, limit in zip(levels, self.session_limits, strict=True)
         ]
-        self.sessions = [SessionLimit(limits, SIZE, clock=self.clock)._sessions for limits in self.limits]
+        self.sessions = [limit._sessions for limit in self.session_limits]
 
     async def _ask(self, question: LevelQuestion) -> Sequence[LevelAnswer]:
         self.asked += 1
@@ -99,9 +101,9 @@ def test_a_closed_session_makes_room_for_another() -> None:
     running = one.begin(0, "x")
     one.turn(0, "y")
     for tenant, name in (("a", "named z"), ("b", "named y"), ("a", ""), ("a", "named x")):
-        one.limits[0].close_sessions(tenant, [name])
+        one.session_limits[0].close(tenant, [name])
     assert one.live() == 2
-    one.limits[0].close_sessions("a", ["named y"])
+    one.session_limits[0].close("a", ["named y"])
     one.turn(0, "z")
     with pytest.raises(RateLimited):
         one.turn(0, "y")

@@ -67,8 +67,8 @@ class Rooms:
         self.responses = StoredResponses(database, SECRET, workers, bounds)
         self.config = settings()
         self.ingresses = [Ingress(self.objects, self.config) for _ in range(2)]
-        self.ledger, self.budgets = Ledger(None, 16, now=lambda: NOON), Budgets([], {}, self.objects)
-        self.ledger.heard.append(self.budgets.count)
+        self.budgets = Budgets([], {}, self.objects)
+        self.ledger = Ledger(None, 16, [self.budgets.count], now=lambda: NOON)
         self.cache, self.sessions = dict[bytes, set[int]](), dict[str, set[int]]()
         self.adapters, self.journal, self.prompts = AdapterRegistry("m"), Journal(lambda: 99), list[Prompt]()
 

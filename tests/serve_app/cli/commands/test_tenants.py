@@ -5,34 +5,36 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from starlette.types import ASGIApp
 from typer.testing import CliRunner
 
 from serve_app.cli.admin_client import WORDS
 from serve_app.cli.main import app
 from tests.pages import ROOT
-from tests.serve_app.ingress.scripted import Loopback
-from tests.serve_app.ingress.several import Checkpoint, Several
+from tests.serve_app.ingress.scripted import Loopback, ReadCheckpoint
+from tests.serve_app.ingress.several import Several
 from tests.serve_app.ingress.test_models import OPERATOR, checkpoint, config_of, digest, key_of, tenants
 
 __all__ = ["checkpoint"]
 
 INGRESS = ROOT / "serve_app" / "ingress"
 SPEAKING = [
-    INGRESS / "prompts.py", INGRESS / "tenant_admin.py", INGRESS / "routes" / "handler.py",
+    INGRESS / "prompts.py", INGRESS / "tenant_admin.py", INGRESS / "address.py",
     *(ROOT / "serve_app" / "tenancy").glob("*.py"),
 ]  # fmt: skip
 """The modules whose refusals these commands show."""
 
 
 @pytest.fixture
-def url(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def url(checkpoint: ReadCheckpoint, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     declared = tenants(acme=None)
-    several = Several(checkpoint, config_of("m0", tenants=declared, operator_key_sha256=[digest(OPERATOR)]))
+    config = config_of("m0", tenants=declared, operator_key_sha256=[digest(OPERATOR)])
+
+    async def application() -> ASGIApp:
+        return (await Several.open(checkpoint, config)).application
 
     monkeypatch.setenv("WARMPATH_OPERATOR_KEY", OPERATOR)
-    with Loopback(lambda: several.application) as running:
-        running.call(several.registry.look)
-        running.call(several.models.first.tenants_changed)
+    with Loopback(application) as running:
         monkeypatch.setenv("WARMPATH_URL", running.url)
         yield running.url
 

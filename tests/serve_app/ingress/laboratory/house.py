@@ -6,27 +6,26 @@ A request goes to the application as a server of HTTP would pass it on: raw head
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import MagicMock, patch
+from typing import Any
 from urllib.parse import unquote
 
-from ray.serve.handle import DeploymentHandle
 from starlette.types import Message, Scope
 
-from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.config.live import app_config
-from serve_app.ingress.assembly import make_services
-from serve_app.ingress.broadcast import Broadcast
+from serve_app.fairness.queue import FairWorkers
+from serve_app.ingress.address import Address
+from serve_app.ingress.assembly import make_address
 from serve_app.ingress.client_headers import ClientHeaders
+from serve_app.ingress.outside import LoadedModel
 from serve_app.ingress.routes.application import make_application
-from serve_app.ingress.services import Services
-from tests.serve_app.ingress.scripted import Script
+from serve_app.stored.database import Database, StorageLimits
+from serve_app.stored.url import open_database
+from tests.serve_app.ingress.scripted import Script, ScriptedOutside
 
 OPERATOR, KEY = "wp-operator", "wp-acme"
 PART_BYTES = 64 << 10
@@ -61,9 +60,9 @@ class Complaints(logging.Handler):
 class House:
     """An ingress, its application, and what it complained of."""
 
-    def __init__(self, services: Services, script: Script, complaints: Complaints) -> None:
-        self.services, self.script, self.complaints = services, script, complaints
-        self.application = make_application(services)
+    def __init__(self, address: Address, script: Script, complaints: Complaints) -> None:
+        self.address, self.script, self.complaints = address, script, complaints
+        self.application = make_application(address)
         self._outermost = ClientHeaders(self.application)
 
     async def ask(
@@ -127,52 +126,34 @@ async def opened(model: Path, folder: Path, **settings: Any) -> AsyncIterator[Ho
         "operator_key_sha256": [sha256(OPERATOR.encode()).hexdigest()],
         **settings,
     })  # fmt: skip
-    complaints = Complaints()
-    with ExitStack() as patches:
-        for place, instead in _without_ray().items():
-            patches.enter_context(patch(place, instead))
-        services = await make_services(config, config, _handle())
-        services.fleet.core.update_replicas(list(REPLICAS))
-        services.fleet.core.follow(lambda _: True)
-        script = Script(services.catalog.tokenizer, "It rains.")
-        services.completions.source = script
-        house = House(services, script, complaints)
-        logging.getLogger().addHandler(complaints)
-        try:
-            async with house.application.router.lifespan_context(house.application):
-                yield house
-        finally:
-            logging.getLogger().removeHandler(complaints)
-            services.fleet.receiver.close()
+    complaints, outside = Complaints(), Production(replicas=REPLICAS)
+    address = await make_address(config, outside)
+    address.first.core.follow(lambda _: True)
+    script = outside.scripts["demo"]
+    script.text = "It rains."
+    house = House(address, script, complaints)
+    logging.getLogger().addHandler(complaints)
+    try:
+        async with house.application.router.lifespan_context(house.application):
+            yield house
+    finally:
+        logging.getLogger().removeHandler(complaints)
 
 
-def _handle() -> DeploymentHandle:
-    return cast(DeploymentHandle, MagicMock(deployment_name="Replica"))
+@dataclass
+class Production(ScriptedOutside):
+    """As in production, a checkpoint is loaded by the settings, and a database is opened."""
 
+    def load(self, config: AppConfig, workers: FairWorkers) -> LoadedModel:
+        loaded = LoadedModel.load(config, workers)
+        self.scripts[config.model_name] = Script(loaded.tokenizer)
+        return loaded
 
-def _without_ray() -> dict[str, Any]:
-    """Return what an ingress asks of Ray, for one that runs alone."""
-
-    async def connect(_: Broadcast, adapters: AdapterRegistry, *_others: Any, **_more: Any) -> None:
-        adapters.current = True
-
-    async def stay(*_: Any) -> None:
-        await asyncio.Event().wait()
-
-    context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="ingress"))
-    return {
-        "ray.serve.get_replica_context": lambda: context,
-        "ray.util.get_node_ip_address": lambda: "127.0.0.1",
-        "ray.get_runtime_context": lambda: SimpleNamespace(get_actor_name=lambda: ""),
-        "serve_app.ingress.assembly.on_head_node": lambda: True,
-        "serve_app.ingress.assembly.read_shown": lambda _: {},
-        "serve_app.ingress.assembly.post_weights": stay,
-        "serve_app.ingress.services.read_shown": lambda _: {},
-        "serve_app.ingress.services.read": lambda *_: [],
-        "serve_app.ingress.broadcast.Broadcast.connect": connect,
-    }
+    async def database(self, config: AppConfig, bounds: StorageLimits) -> Database | None:
+        assert config.responses_file is not None
+        return open_database(None, config.responses_file, bounds)
 
 
 def settings_of(house: House) -> AppConfig:
     """Return a house's settings in force."""
-    return house.services.config
+    return house.address.config

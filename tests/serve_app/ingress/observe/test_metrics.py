@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -51,7 +51,7 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.harness.tiers import tier_settings
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
-from tests.serve_app.ingress.routes.test_application import services_of
+from tests.serve_app.ingress.routes.test_application import address_of
 from tests.serve_app.sessions.test_admission import Bench
 
 ROOT = Path(__file__).parents[4]
@@ -413,7 +413,7 @@ def get(config: AppConfig, replicas: Any, *names: str) -> list[httpx.Response]:
     """Return each key holder's answer, all at once."""
 
     async def answers() -> list[httpx.Response]:
-        application = make_application(services_of(config, sessions=SessionList(replicas)))
+        application = make_application(address_of(config, sessions=SessionList(replicas)))
         transport = httpx.ASGITransport(application)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             headers = [{"authorization": f"Bearer {KEYS[name][0]}"} if name else {} for name in names]
@@ -447,9 +447,9 @@ def test_each_key_closes_its_own(replicas: Replicas) -> None:
     for bench in replicas.benches.values():
         for session in bench.sessions.all():
             session.name = session_key(session.tenant, "one")
-    services = services_of(CLOSED, sessions=SessionList(replicas))
-    services.access.limits, services.fleet.broadcast = Mock(), Mock(ingresses=AsyncMock(return_value=[]))
-    application = make_application(services)
+    address = address_of(CLOSED, sessions=SessionList(replicas))
+    address.session_limit = Mock()
+    application = make_application(address)
 
     async def answers() -> list[httpx.Response]:
         transport = httpx.ASGITransport(application)
@@ -463,7 +463,7 @@ def test_each_key_closes_its_own(replicas: Replicas) -> None:
     assert other.json() == {"id": "two", "object": "session", "deleted": True, "replicas": 0}
     assert closed.json() == {"id": "one", "object": "session", "deleted": True, "replicas": 2}
     assert [session.tenant for bench in replicas.benches.values() for session in bench.sessions.all()] == ["globex"]
-    assert services.access.limits.close_sessions.call_args.args == ("acme", [session_key("acme", "one")])
+    assert address.session_limit.close.call_args.args == ("acme", [session_key("acme", "one")])
 
 
 def test_without_tenants_everybody_sees_all(replicas: Replicas) -> None:

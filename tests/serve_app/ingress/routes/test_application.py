@@ -20,24 +20,23 @@ from router import __version__
 from router.background import BackgroundLoops
 from router.protocol.events import StatsReport
 from router.protocol.samples import Sample
-from serve_app.api.openai.response import model_body
 from serve_app.budgets import Budgets
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.errors import InvalidRequest
-from serve_app.ingress.broadcast import Broadcast
+from serve_app.ingress import documents
+from serve_app.ingress.address import Address
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import PATHS, ROUTERS, make_application
 from serve_app.ingress.routes.handler import BODIES
 from serve_app.ingress.routes.page import HEADERS
-from serve_app.ingress.services import Services
 from serve_app.tenants import Tenants, make_api_key
 from serve_app.usage import Counts, UsageKey, UsageRows
-from tests.serve_app.ingress.scripted import partial_services, scripted
+from tests.serve_app.ingress.scripted import partial_address, scripted
 
 (OPERATOR, OPERATOR_DIGEST), (KEY, DIGEST) = make_api_key(), make_api_key()
 ACME = TenantConfig(name="acme", key_sha256=[DIGEST])
@@ -46,17 +45,15 @@ FILE = "/docs/swagger-ui.css"
 PAGE = {"origin": "http://evil.example", "host": "127.0.0.1:8000", "content-type": "text/plain"}
 
 
-def services_of(config: AppConfig, adapters: Sequence[AdapterEntry] = (), **parts: Any) -> Services:
+def address_of(config: AppConfig, adapters: Sequence[AdapterEntry] = (), **parts: Any) -> Address:
     """Return an ingress with only its settings, the guard and the given parts."""
     tenants = Tenants(config.tenants, b"s" * 32, operator_key_sha256=config.operator_key_sha256)
     guard = RouteGuard(tenants, IngressMetrics(), Drain())
     guard.configure(config.allowed_hosts, config.allowed_origins)
     registry = AdapterRegistry("demo")
     registry.merge(adapters)
-    parts.setdefault("broadcast", Broadcast(MagicMock(), "app", 1))
-    parts |= {"config": config, "tenants": tenants, "guard": guard, "adapters": registry}
-    parts["budgets"] = Budgets(config.tenants, config.prices, None)
-    return partial_services(**parts, completions=MagicMock(), base_model=model_body("demo", 0, 4096))
+    parts |= {"tenants": tenants, "guard": guard, "budgets": Budgets(config.tenants, config.prices, None)}
+    return partial_address(config, registry, **parts)
 
 
 def ask(application: Any, path: str, method: str = "GET", headers: dict[str, str] | None = None) -> httpx.Response:
@@ -69,23 +66,23 @@ def ask(application: Any, path: str, method: str = "GET", headers: dict[str, str
 
 
 def get(
-    path: str, services: Services | AppConfig, method: str = "GET", headers: dict[str, str] | None = None, key: str = ""
+    path: str, address: Address | AppConfig, method: str = "GET", headers: dict[str, str] | None = None, key: str = ""
 ) -> httpx.Response:
     headers = {**(headers or {}), **({"authorization": f"Bearer {key}"} if key else {})}
-    return ask(application_of(services), path, method, headers)
+    return ask(application_of(address), path, method, headers)
 
 
-MADE: list[tuple[Services | AppConfig, Any]] = []
+MADE: list[tuple[Address | AppConfig, Any]] = []
 """Applications that tests have made: FastAPI needs a tenth of a second for the first request of each."""
 
 
-def application_of(services: Services | AppConfig) -> Any:
-    """Return the application of these services, or of an ingress with these settings alone."""
+def application_of(address: Address | AppConfig) -> Any:
+    """Return the application of this address, or of one with these settings alone."""
     for given, application in MADE:
-        if given is services or (isinstance(services, AppConfig) and given == services):
+        if given is address or (isinstance(address, AppConfig) and given == address):
             return application
-    made = services if isinstance(services, Services) else services_of(services)
-    MADE.append((services, make_application(made)))
+    made = address if isinstance(address, Address) else address_of(address)
+    MADE.append((address, make_application(made)))
     return MADE[-1][1]
 
 
@@ -121,21 +118,21 @@ def test_the_schema_names_the_real_bodies_and_no_error_of_fastapis() -> None:
 
 def test_docs_follow_the_current_settings() -> None:
     """The application is made once."""
-    services = services_of(AppConfig())
-    application = make_application(services)
+    address = address_of(AppConfig())
+    application = make_application(address)
     for config, status in (
         (AppConfig(), 200),
         (AppConfig(tenants=[ACME]), 404),
         (AppConfig(enable_docs=False), 404),
         (AppConfig(enable_docs=True, tenants=[ACME]), 200),
     ):
-        services.config = config
+        address.config = config
         assert {ask(application, path).status_code for path in ("/openapi.json", "/docs", FILE)} == {status}
 
 
 def test_the_page_of_the_api_loads_nothing_from_elsewhere() -> None:
     """Without a network it is complete; its files answer as those of the page at / do, and no other file is there."""
-    application = make_application(services_of(AppConfig()))
+    application = make_application(address_of(AppConfig()))
     answer = ask(application, "/docs")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     policy = answer.headers["content-security-policy"]
@@ -162,7 +159,7 @@ def test_the_page_of_the_api_loads_nothing_from_elsewhere() -> None:
 def test_a_key_opens_the_description_of_the_api() -> None:
     """Where tenants exist, and nobody turned it off."""
     for enable_docs, statuses in ((None, [200, 404]), (False, [404, 404]), (True, [200, 200])):
-        application = make_application(services_of(AppConfig(tenants=[ACME], enable_docs=enable_docs)))
+        application = make_application(address_of(AppConfig(tenants=[ACME], enable_docs=enable_docs)))
         headers = ({"authorization": f"Bearer {KEY}"}, {"authorization": "Bearer wp-wrong"})
         assert [ask(application, "/openapi.json", headers=one).status_code for one in headers] == statuses
 
@@ -220,7 +217,7 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
 )  # fmt: skip
 def test_a_route_of_the_apis_that_is_not_offered_says_why(method: str, path: str, why: str) -> None:
     """Also in an application that is not at /, as two in one file are."""
-    application = make_application(services_of(AppConfig()))
+    application = make_application(address_of(AppConfig()))
     for prefix in ("", "/two"):
         mounted = functools.partial(_mounted, application, prefix)
         refused = ask(mounted, prefix + path, method)
@@ -259,7 +256,7 @@ def test_pages_of_other_sites_post_nowhere(path: str) -> None:
 def every_route() -> list[tuple[str, str]]:
     """Return each route with a method, of FastAPI's own and ours, with a value for each part of its path."""
     # FastAPI keeps the routes of a router that it includes in that router.
-    routers = (*ROUTERS, make_application(services_of(AppConfig())))
+    routers = (*ROUTERS, make_application(address_of(AppConfig())))
     routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
     return [(method, re.sub(r"{.*?}", "x", route.path)) for route in routes for method in sorted(route.methods or ())]
 
@@ -267,24 +264,22 @@ def every_route() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("method", "path"), [*every_route(), ("GET", "/nothing"), ("PATCH", "/v1/models")])
 def test_no_route_answers_for_another_host(method: str, path: str) -> None:
     """A page that points its own name here reads nothing, not even what is there. docs: isolation"""
-    services = services_of(AppConfig(allowed_hosts=[]))
-    refused = get(path, services, method, {"host": "evil.example", "content-type": "application/json"})
+    address = address_of(AppConfig(allowed_hosts=[]))
+    refused = get(path, address, method, {"host": "evil.example", "content-type": "application/json"})
     assert refused.status_code == 403
     if method != "HEAD":
         assert "allowed_hosts" in refused.json()["error"]["message"]
         assert ("type" in refused.json()) == path.startswith("/v1/messages"), "in the API's own shape"
-    counted = {
-        labels: value for name, labels, value in services.access.guard.metrics.samples() if "requests_total" in name
-    }
+    counted = {labels: value for name, labels, value in address.guard.metrics.samples() if "requests_total" in name}
     assert [*counted.values()] == [1.0]
 
 
 def test_health_is_told_to_probes_by_address_and_without_a_host() -> None:
     """As Kubernetes asks (the pod's address), a machine's own script, and HAProxy in HTTP/1.0."""
     ready = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={}, stats=dict)
-    services = services_of(AppConfig(allowed_hosts=[]), core=ready, connecting=SimpleNamespace(done=lambda: True))
+    address = address_of(AppConfig(allowed_hosts=[]), core=ready, connecting=SimpleNamespace(done=lambda: True))
     for host in ("10.1.2.3:8000", "localhost:8000", "127.0.0.1", "[::1]:8000"):
-        assert get("/health", services, headers={"host": host}).status_code == 200
+        assert get("/health", address, headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -320,14 +315,14 @@ def test_head_and_options_and_wrong_methods(path: str) -> None:
 
     RFC 9110 9.1, 9.3.2, 9.3.7, 15.5.6. A key that is missing is told the scheme (11.6.1).
     """
-    services = services_of(AppConfig(), **READY)
-    options = get(path, services, "OPTIONS")
+    address = address_of(AppConfig(), **READY)
+    options = get(path, address, "OPTIONS")
     assert (options.status_code, options.content) == (204, b"")
     allowed = options.headers["allow"].split(", ")
     assert {"OPTIONS", "HEAD"} & {*allowed} == ({"OPTIONS", "HEAD"} if "GET" in allowed else {"OPTIONS"})
     for method in ("PUT", "PATCH", "TRACE", "DELETE", "POST", "GET", "HEAD"):
         if method not in allowed:
-            refused = get(path, services, method)
+            refused = get(path, address, method)
             if path == "/v1/sessions/x":  # Anthropic's of another kind, which are not here
                 assert (refused.status_code, method != "DELETE") == (404, True)
                 continue
@@ -335,7 +330,7 @@ def test_head_and_options_and_wrong_methods(path: str) -> None:
             assert refused.headers["allow"] == options.headers["allow"]
     if "GET" not in allowed:
         return
-    for asked in (services, services_of(CLOSED, **READY)):
+    for asked in (address, address_of(CLOSED, **READY)):
         whole, head = get(path, asked), get(path, asked, "HEAD")
         assert (head.status_code, head.content) == (whole.status_code, b"")
         assert {**head.headers, "x": ""} == {**whole.headers, "x": ""}
@@ -359,9 +354,9 @@ def test_pages_of_configured_origins_are_let_in() -> None:
         ([], ours, False), ([ours], ours, True), ([f"{ours.upper()}/"], ours, True), ([ours], evil, False),
         (["*"], evil, True), ([ours], f"{ours}.evil.example", False),
     ):  # fmt: skip
-        services = services_of(AppConfig(allowed_origins=origins))
-        preflight = get("/v1/chat/completions", services, "OPTIONS", {"origin": origin, **asks})
-        refused = get("/v1/chat/completions", services, "GET", {"origin": origin})
+        address = address_of(AppConfig(allowed_origins=origins))
+        preflight = get("/v1/chat/completions", address, "OPTIONS", {"origin": origin, **asks})
+        refused = get("/v1/chat/completions", address, "GET", {"origin": origin})
         for answer in (preflight, refused):
             assert (answer.headers.get("access-control-allow-origin") in (origin, "*")) == let_in
             assert "access-control-allow-credentials" not in answer.headers
@@ -384,13 +379,13 @@ def test_usage_is_a_tenants_own_and_the_operators_to_see_whole() -> None:
         asked.append((first_day, last_day, tenant))
         return [(UsageKey(last_day, tenant or "all", "demo", ""), Counts(requests=1))]
 
-    services = services_of(CLOSED, usage=SimpleNamespace(everywhere=everywhere))
+    address = address_of(CLOSED, usage=SimpleNamespace(everywhere=everywhere))
     week = "/v1/usage?start_date=2027-01-25&end_date=2027-01-31"
-    assert get(week, services, key=KEY).json()["data"][0]["tenant"] == "acme"
-    assert "2027-01-31,all,demo" in get(week + "&format=csv", services, key=OPERATOR).text
+    assert get(week, address, key=KEY).json()["data"][0]["tenant"] == "acme"
+    assert "2027-01-31,all,demo" in get(week + "&format=csv", address, key=OPERATOR).text
     assert asked == [("2027-01-25", "2027-01-31", "acme"), ("2027-01-25", "2027-01-31", None)]
     for wrong in ("?format=xml", "?start_date=yesterday"):
-        assert get(f"/v1/usage{wrong}", services, key=KEY).status_code == 400
+        assert get(f"/v1/usage{wrong}", address, key=KEY).status_code == 400
 
 
 def test_a_tenant_sees_the_models_that_it_may_use_and_an_operator_all() -> None:
@@ -403,13 +398,13 @@ def test_a_tenant_sees_the_models_that_it_may_use_and_an_operator_all() -> None:
         (KEY, ["pirate"], ["pirate"]),
     ):
         tenant = ACME.model_copy(update={"models": names})
-        services = services_of(CLOSED.model_copy(update={"tenants": [tenant]}), [pirate])
-        listed, missing = (get(path, services, key=key) for path in ("/v1/models", "/v1/models/none"))
+        address = address_of(CLOSED.model_copy(update={"tenants": [tenant]}), [pirate])
+        listed, missing = (get(path, address, key=key) for path in ("/v1/models", "/v1/models/none"))
         assert [model["id"] for model in listed.json()["data"]] == seen
         assert ("/lora/" in listed.text) == (key == OPERATOR)
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
         for name in ("demo", "pirate"):
-            one = get(f"/v1/models/{name}", services, key=key)
+            one = get(f"/v1/models/{name}", address, key=key)
             if name in seen:
                 assert one.json()["id"] == name
             else:
@@ -421,10 +416,10 @@ def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.Monk
     """Anyone else, tenants too, sees sums; without ``metrics_public`` nothing at all. (docs: tenants)"""
     public = CLOSED.model_copy(update={"metrics_public": True})
 
-    async def all_samples(services: Services) -> list[Sample]:
+    async def all_samples(_: Address) -> list[Sample]:
         return [("warmpath_tenant_prompt_tokens_total", (("ingress", "i"), ("tenant", "acme")), 3.0)]
 
-    monkeypatch.setattr(Services, "all_samples", all_samples)
+    monkeypatch.setattr(documents, "all_samples", all_samples)
     summed, named = b'total{ingress="i"} 3.0\n', b'total{ingress="i",tenant="acme"} 3.0\n'
     for config, key, status, shown in (
         (public, "", 200, summed),
@@ -443,10 +438,10 @@ def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.Monk
 def test_vllms_names_are_served_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come beside ours. (docs: metrics)"""
 
-    async def all_samples(services: Services) -> list[Sample]:
+    async def all_samples(_: Address) -> list[Sample]:
         return [("warmpath_num_requests_running", (("engine", "torch"), ("replica", "r")), 2.0)]
 
-    monkeypatch.setattr(Services, "all_samples", all_samples)
+    monkeypatch.setattr(documents, "all_samples", all_samples)
     ours = b'warmpath_num_requests_running{engine="torch",replica="r"} 2.0'
     theirs = b'vllm:num_requests_running{engine="r",model_name="demo"} 2.0'
     for asked in (False, True):
@@ -458,16 +453,16 @@ def test_vllms_names_are_served_where_they_are_asked_for(monkeypatch: pytest.Mon
 def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> None:
     """It stays green, because the earlier settings apply. Only operators see the refusal. (docs: cluster)"""
     core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"], other_versions={}, stats=dict)
-    services = services_of(CLOSED, core=core, connecting=SimpleNamespace(done=bool))
+    address = address_of(CLOSED, core=core, connecting=SimpleNamespace(done=bool))
     for done, knows, status in ((False, True, 503), (True, False, 503), (True, True, 200), (True, False, 200)):
-        services.fleet.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
-        assert get("/health", services).status_code == status, "later replicas do not change the health"
-        assert {get("/ping", services, method).status_code for method in ("GET", "POST")} == {status}
+        address.first.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
+        assert get("/health", address).status_code == status, "later replicas do not change the health"
+        assert {get("/ping", address, method).status_code for method in ("GET", "POST")} == {status}
     well = {"status": "ok", "replicas": 2}
     for why in ("", "policy must be one of lmetric"):
-        services.refused_settings = why
-        assert get("/health", services).json() == well
-        told = get("/health", services, key=OPERATOR)
+        address.refused_settings = why
+        assert get("/health", address).json() == well
+        told = get("/health", address, key=OPERATOR)
         assert (told.status_code, told.json()) == (200, well | {"refused_user_config": why} if why else well)
 
 
@@ -475,20 +470,20 @@ def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> No
 def test_health_is_told_to_anybody_whatever_the_keys(config: AppConfig) -> None:
     """Two keys that differ are no operator's, even if one of them is; a probe behind a proxy may carry any."""
     core = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={}, stats=dict)
-    services = services_of(config, core=core, connecting=SimpleNamespace(done=lambda: True))
-    services.refused_settings = "policy must be one of lmetric"
-    shown = get("/health", services)
+    address = address_of(config, core=core, connecting=SimpleNamespace(done=lambda: True))
+    address.refused_settings = "policy must be one of lmetric"
+    shown = get("/health", address)
     for authorization in (f"Bearer {OPERATOR}", "Bearer a", "Basic YTpi", "b"):
         for key in ("other", ""):
             headers = {"authorization": authorization, "x-api-key": key}
             for path in ("/health", "/ping", "/version", "/", "/openapi.json", "/docs"):
-                alone = get(path, services)
-                assert get(path, services, headers=headers).status_code == alone.status_code
-            assert get("/health", services, headers=headers).json() == shown.json()
+                alone = get(path, address)
+                assert get(path, address, headers=headers).status_code == alone.status_code
+            assert get("/health", address, headers=headers).json() == shown.json()
 
 
 def test_an_error_of_a_route_without_a_guard_has_the_apis_shape() -> None:
-    application = make_application(services_of(AppConfig()))
+    application = make_application(address_of(AppConfig()))
 
     @application.get("/v1/messages/unguarded")
     async def unguarded() -> None:
@@ -502,9 +497,9 @@ def test_health_tells_operators_of_replicas_and_ingresses_with_other_messages() 
     """During an upgrade they are not called; that alone is no ill health. (docs: upgrade)"""
     core = SimpleNamespace(knows_every_cache=True, replica_ids=["a"], other_versions={"old": 0}, stats=dict)
     broadcast = MagicMock(other_versions=lambda: {"front": 2})
-    services = services_of(CLOSED, core=core, broadcast=broadcast, connecting=SimpleNamespace(done=lambda: True))
-    assert get("/health", services).json() == {"status": "ok", "replicas": 1}
-    told = get("/health", services, key=OPERATOR)
+    address = address_of(CLOSED, core=core, broadcast=broadcast, connecting=SimpleNamespace(done=lambda: True))
+    assert get("/health", address).json() == {"status": "ok", "replicas": 1}
+    told = get("/health", address, key=OPERATOR)
     assert (told.status_code, told.json()["other_versions"]) == (200, {"old": 0, "front": 2})
 
 
@@ -517,14 +512,14 @@ def test_health_tells_operators_of_loops_that_failed(monkeypatch: pytest.MonkeyP
     core = SimpleNamespace(
         knows_every_cache=True, replica_ids=["a"], other_versions={}, stats=lambda: {"a": report, "b": late}
     )
-    monkeypatch.setattr("serve_app.ingress.services.LOOPS", BackgroundLoops())
+    monkeypatch.setattr("serve_app.ingress.documents.LOOPS", BackgroundLoops())
     late = report
-    services = services_of(CLOSED, core=core, connecting=SimpleNamespace(done=lambda: True))
-    assert "failing" not in get("/health", services, key=OPERATOR).json()
+    address = address_of(CLOSED, core=core, connecting=SimpleNamespace(done=lambda: True))
+    assert "failing" not in get("/health", address, key=OPERATOR).json()
     loops.failed("Feed.read", "KeyError")
     late = StatsReport(tuple(loops.samples()))
-    told = get("/health", services, key=OPERATOR)
+    told = get("/health", address, key=OPERATOR)
     assert (told.status_code, told.json()["failing"]) == (200, {"b: Feed.read": "see the replica's log"})
-    assert "failing" not in get("/health", services).json()
-    monkeypatch.setattr("serve_app.ingress.services.LOOPS", loops)
-    assert get("/health", services, key=OPERATOR).json()["failing"]["Feed.read"] == "KeyError"
+    assert "failing" not in get("/health", address).json()
+    monkeypatch.setattr("serve_app.ingress.documents.LOOPS", loops)
+    assert get("/health", address, key=OPERATOR).json()["failing"]["Feed.read"] == "KeyError"

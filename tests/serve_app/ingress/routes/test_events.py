@@ -24,7 +24,7 @@ from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.routes.page import page_files, page_response
 from serve_app.tenants import Tenants, make_api_key
 from tests.serve_app.ingress.routes.test_application import ACME, get
-from tests.serve_app.ingress.scripted import PATIENCE_S, Loopback, partial_services
+from tests.serve_app.ingress.scripted import PATIENCE_S, Loopback, partial_address
 from tests.serve_app.live.test_live import Ingresses
 from tests.serve_app.live.traffic import decision, generation, is_idle
 
@@ -46,7 +46,7 @@ class Stage(Loopback):
         self.live = Ingresses().first
         guard = RouteGuard(self.tenants, IngressMetrics(), self.drain)
         return make_application(
-            partial_services(
+            partial_address(
                 config=AppConfig(model="demo"), tenants=self.tenants, drain=self.drain, guard=guard, live=self.live
             )
         )

@@ -4,21 +4,15 @@ import asyncio
 import platform
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
-from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
-from serve_app.ingress.adapter_admin import AdapterAdmin
-from serve_app.ingress.assembly import about, places
-from serve_app.ingress.services import Access, Catalog, Fleet, Records, Services
-from serve_app.ingress.tenant_admin import TenantAdmin
-from serve_app.tenancy.registry import TenantRegistry
-from tests.serve_app.ingress.scripted import partial_services
+from serve_app.ingress.assembly import make_address
+from serve_app.ingress.model import about, places
+from tests.serve_app.ingress.scripted import ReadCheckpoint, ScriptedOutside
 
 BUFFERS = """
 from serve_app.ingress.assembly import return_large_buffers
@@ -67,22 +61,22 @@ def test_watchers_learn_whether_requests_need_a_tenants_key() -> None:
     assert [about(config)["keys"] for config in (AppConfig(), closed)] == [False, True]
 
 
-def test_adapters_are_for_the_current_tenants() -> None:
+def test_adapters_are_for_the_current_tenants(demo_model_path: Path) -> None:
     """An adapter can be restricted to a tenant added while the ingress runs, but not to a removed one."""
 
     def config(name: str) -> AppConfig:
         tenants = [{"name": name, "key_sha256": ["a" * 64]}]
         return AppConfig.model_validate({"allow_runtime_lora": True, "tenants": tenants})
 
-    admin = AdapterAdmin(config("acme"), AdapterRegistry("demo"), AsyncMock(), AsyncMock())
-    kinds = (Access, Catalog, Fleet, Records, Services)
-    parts = {field.name: MagicMock() for kind in kinds for field in fields(kind)}
-    parts |= {"prompts": AsyncMock(), "adapter_admin": admin, "base_model": {"max_model_len": 4096}}
-    parts["admin"] = TenantAdmin(TenantRegistry(None, config("acme")), MagicMock())
-    asyncio.run(partial_services(**parts).configure(config("zeta")))
-    for name, reason in (("zeta", "no adapter_model.safetensors"), ("acme", "no tenant 'acme'")):
-        with pytest.raises(InvalidRequest, match=reason):
-            asyncio.run(admin.load(b'{"lora_name": "a", "lora_path": "/nowhere", "tenants": ["%b"]}' % name.encode()))
+    async def run() -> None:
+        address = await make_address(config("acme"), ScriptedOutside(ReadCheckpoint(demo_model_path)))
+        await address.configure(config("zeta"))
+        for name, reason in (("zeta", "no adapter_model.safetensors"), ("acme", "no tenant 'acme'")):
+            body = b'{"lora_name": "a", "lora_path": "/nowhere", "tenants": ["%b"]}' % name.encode()
+            with pytest.raises(InvalidRequest, match=reason):
+                await address.first.adapter_admin.load(body)
+
+    asyncio.run(run())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
