@@ -78,7 +78,7 @@ Charge = Callable[[EngineRequest, Prefilled], None]
 """Charges what a replica computed for a request that was left before its first token."""
 
 
-class Source(Protocol):
+class ReplicaTokens(Protocol):
     """Where a model's tokens come from."""
 
     def generate(
@@ -116,7 +116,7 @@ class Outside(Protocol):
 
     def source(
         self, config: AppConfig, core: RoutingCore, dispatcher: Callable[..., Dispatcher], charge: Charge
-    ) -> Source:
+    ) -> ReplicaTokens:
         """Return where a model's tokens come from. ``dispatcher``: makes one for the model's replicas."""
 
 
@@ -187,7 +187,7 @@ class InServe:
 
     def source(
         self, config: AppConfig, core: RoutingCore, dispatcher: Callable[..., Dispatcher], charge: Charge
-    ) -> Source:
+    ) -> ReplicaTokens:
         """See ``Outside``."""
         handle = self._handles[config.model_name]
         return dispatcher(

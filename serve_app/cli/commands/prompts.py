@@ -33,17 +33,17 @@ class OutputFormat(StrEnum):
     json = "json"
 
 
-Model = Annotated[str | None, typer.Option(help="whose prompts, if the instance has several models")]
+ModelOption = Annotated[str | None, typer.Option(help="whose prompts, if the instance has several models")]
 
 
 @app.command()
-def warm(ref: Ref, url: Url = LOCAL, model: Model = None) -> None:
+def warm(ref: Ref, url: Url = LOCAL, model: ModelOption = None) -> None:
     """Compute a version's KV on the replicas that will serve it."""
     _show(_ask(url, "POST", "/warm", model, body={"prompt_ref": ref}))
 
 
 @app.command()
-def promote(ref: Ref, url: Url = LOCAL, cold: Cold = False, model: Model = None) -> None:
+def promote(ref: Ref, url: Url = LOCAL, cold: Cold = False, model: ModelOption = None) -> None:
     """Warm a version, then switch the name to it."""
     _show(_ask(url, "POST", "/promote", model, body={"prompt_ref": ref, "cold": cold}))
 
@@ -57,7 +57,7 @@ def cutover(
     back: Annotated[bool, typer.Option("--back", help="give all of them the promoted version again")] = False,
     url: Url = LOCAL,
     cold: Cold = False,
-    model: Model = None,
+    model: ModelOption = None,
 ) -> None:
     """Warm a version, then switch a part of the conversations to it. One conversation always gets the same version."""
     if back == (to is not None):
@@ -67,7 +67,7 @@ def cutover(
 
 @app.command()
 def rollback(
-    name: Annotated[str, typer.Argument(help="NAME")], url: Url = LOCAL, cold: Cold = False, model: Model = None
+    name: Annotated[str, typer.Argument(help="NAME")], url: Url = LOCAL, cold: Cold = False, model: ModelOption = None
 ) -> None:
     """End a cut-over in part; else switch the name back to its previous version."""
     _show(_ask(url, "POST", "/rollback", model, body={"prompt_ref": name, "cold": cold}))
@@ -77,7 +77,7 @@ def rollback(
 def status(
     name: Annotated[str | None, typer.Argument(help="NAME; default: all")] = None,
     url: Url = LOCAL,
-    model: Model = None,
+    model: ModelOption = None,
 ) -> None:
     """Show each name's current version, and the hit rate of each version."""
     for shown in _ask(url, "GET", "", model, name=name)["data"]:
