@@ -17,7 +17,7 @@ from serve_app.api.openai.tokens import parse_detokenize
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.errors import InvalidRequest
 from serve_app.fairness.front_door import Arrival
-from serve_app.generation.prepare import most_values
+from serve_app.generation.prompt import most_values
 from serve_app.ingress.address import Address, Chosen, Needs
 from serve_app.ingress.client_headers import arrived_s
 from serve_app.ingress.conversation import Conversation
@@ -52,7 +52,7 @@ async def tokens(
     """Return the tokens of a request's prompt, the request, and its model. Raises a ``WarmpathError``."""
     with arrive(address, tenant) as arrival:
         chosen, request = await _read_request(address, http, tenant, arrival, parse, form, "tokenizer")
-        return await chosen.model.preparer.token_ids(request, tenant), request, chosen.model
+        return await chosen.model.preparer.prompts.token_ids(request, tenant), request, chosen.model
 
 
 async def text_of(address: Address, http: Request, tenant: Tenant) -> str:

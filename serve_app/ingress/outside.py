@@ -21,10 +21,9 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_a
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.sources import load_served_model
 from serve_app.config.app import AppConfig
-from serve_app.engine.protocol import EngineOutput, EngineRequest, Prefilled
+from serve_app.engine.protocol import EngineOutput, EngineRequest, Prefilled, TakeAtOnce
 from serve_app.engine.token_channel import TokenReceiver
 from serve_app.fairness.queue import FairWorkers
-from serve_app.generation.answer import TakeOutput
 from serve_app.generation.dispatch import Aborts, Dispatcher
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.broadcast import Broadcast
@@ -82,7 +81,7 @@ class ReplicaTokens(Protocol):
     """Where a model's tokens come from."""
 
     def generate(
-        self, generation: EngineRequest, avoid: tuple[str, ...] = (), *, take: TakeOutput | None = None
+        self, generation: EngineRequest, avoid: tuple[str, ...] = (), *, at_once: TakeAtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield outputs as they arrive: see ``Dispatcher.generate``."""
 

@@ -15,7 +15,7 @@ from tests.serve_app.tool_templates.families import family
 def hermes(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
     """An ingress in front of a model that calls tools, and its script."""
     path = family("hermes", demo_model_path, tmp_path_factory.mktemp("family") / "hermes")
-    with scripted(path) as served:
+    with scripted(path, place="first") as served:
         yield served
 
 

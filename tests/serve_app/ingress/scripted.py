@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,15 @@ from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_inf
 from serve_app.config.app import REPLICAS, AppConfig
 from serve_app.config.live import app_config
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.protocol import AdapterSpec, EngineOutput, EngineRequest, FinishReason, FirstToken, SamplingParams, TakeAtOnce
+from serve_app.engine.protocol import (
+    AdapterSpec,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    FirstToken,
+    SamplingParams,
+    TakeAtOnce,
+)
 from serve_app.fairness.queue import FairWorkers
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.address import Address
@@ -236,7 +244,8 @@ class ScriptedOutside:
         )
         prompts = Prompts.of(config.public_prompts, config.prompts_dir)
         prompts.install(read.tokenizer)
-        return LoadedModel(read.info, read.tokenizer, prompts, registry, read.readers)
+        info = replace(read.info, max_model_len=max(read.info.max_model_len, config.max_model_len or 0))
+        return LoadedModel(info, read.tokenizer, prompts, registry, read.readers)
 
     def broadcast(self, config: AppConfig, model: str, label: str) -> Broadcast:
         handle = SimpleNamespace(deployment_name=f"{REPLICAS}-{label}" if label else REPLICAS)
@@ -353,7 +362,7 @@ def scripted(
     tracer: Tracer | None = None,
     customers: Sequence[TenantConfig] = (),
     backend: Database | None = None,
-    place: Place = "first",
+    place: Place = "alone",
     **settings: Any,
 ) -> Iterator[tuple[str, Script]]:
     """Serve a checkpoint's tokenizer on loopback, to everybody or to customers; yield the base URL and the script.
@@ -362,7 +371,8 @@ def scripted(
     """
     names = {"alone": (), "first": ("demo", OTHER), "second": (OTHER, "demo")}[place]
     config = app_config({
-        "model": "demo", "max_model_len": 8192, "default_max_tokens": 64, "max_num_seqs": 5, "max_queued_requests": 64,
+        "model": "demo", "max_model_len": 8192, "default_max_tokens": 64, "max_num_seqs": 5, "replicas": 1,
+        "max_queued_requests": 64,
         "tenants": [customer.model_dump(mode="json", exclude_unset=True) for customer in customers],
         "models": [{"served_model_name": name} for name in names], **settings,
     })  # fmt: skip

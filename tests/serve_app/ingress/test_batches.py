@@ -53,7 +53,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(demo_model_path: Path, database: Path) -> Iterator[tuple[str, Script]]:
     backend = open_database(None, database, BOUNDS)
-    with scripted(demo_model_path, customers=customers(), backend=backend) as running:
+    with scripted(demo_model_path, customers=customers(), backend=backend, place="first") as running:
         yield running
 
 

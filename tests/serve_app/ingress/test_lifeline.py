@@ -93,7 +93,7 @@ def test_a_stream_refused_after_its_head_ends_with_an_error_of_the_api(
 ) -> None:
     """It is counted by the status that it would have had; a refusal before has that status."""
     waiting.text, waiting.fails = "", RateLimited("Later.", retry_after_s=1, reason=REASON)
-    before = waiting.metrics.values.copy()
+    before = waiting.metrics().values.copy()
     with asking(hermes[0], api) as connection:
         read = read_until(connection, re.compile(re.escape(SIGNS[api])))
         waiting.end()
@@ -106,10 +106,10 @@ def test_a_stream_refused_after_its_head_ends_with_an_error_of_the_api(
     assert read.rpartition(b"event: ")[2].startswith(b"error\n") == (api in ("messages", "responses"))
     tenant = ("tenant", "default")
     whole = "warmpath_requests_total", (("endpoint", api), ("status", "200"), tenant)
-    eventually(lambda: waiting.metrics.values[whole] > before.get(whole, 0))
+    eventually(lambda: waiting.metrics().values[whole] > before.get(whole, 0))
     limit = "warmpath_refusals_total", (("limit", "max_waiting_requests"), ("place", "router"), tenant)
     broken = "warmpath_broken_streams_total", (("status", "429"), tenant)
-    assert [waiting.metrics.values[key] - before.get(key, 0) for key in (whole, broken, limit)] == [1, 1, 1]
+    assert [waiting.metrics().values[key] - before.get(key, 0) for key in (whole, broken, limit)] == [1, 1, 1]
 
 
 def test_real_clients_read_past_signs_and_raise_late_refusals(

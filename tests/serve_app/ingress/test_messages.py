@@ -15,7 +15,7 @@ from serve_app.api.agent_rules import by_rules
 from serve_app.api.request import ChatRequest
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import GenerationFailed, Overloaded, RequestTooLarge
-from serve_app.ingress import completions
+from serve_app.ingress import entrance
 from serve_app.tenants import make_api_key
 from tests.serve_app.ingress.scripted import Script, scripted
 from tests.serve_app.tool_templates.families import WEATHER, call_text, family
@@ -223,7 +223,7 @@ def test_the_rules_look_at_a_long_prompt_outside_the_loop(
         threads.append(threading.current_thread().name.partition("_")[0])
         return by_rules(request, follow=follow)
 
-    monkeypatch.setattr(completions, "by_rules", seen)
+    monkeypatch.setattr(entrance, "by_rules", seen)
     for chars in (100_000, 10):
         body = {"model": "demo", "max_tokens": 5, "system": "a" * chars, "messages": HI}
         assert httpx.post(f"{hermes[0]}/v1/messages/count_tokens", json=body, timeout=60).status_code == 200

@@ -28,7 +28,7 @@ ASKED: dict[str, Any] = {"model": "demo", "messages": HI}
 def hermes(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
     """Replaces the package's fixture: this model reasons."""
     path = family("thinking", demo_model_path, tmp_path_factory.mktemp("family") / "thinking")
-    with scripted(path) as served:
+    with scripted(path, place="first") as served:
         yield served
 
 

@@ -32,7 +32,7 @@ def claude(word: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def served(demo_model_path: Path) -> Iterator[tuple[str, Script]]:
     customers = [TenantConfig(name=name, key_sha256=[digest]) for name, (_, digest) in KEYS.items()]
-    with scripted(demo_model_path, customers=customers) as running:
+    with scripted(demo_model_path, customers=customers, place="first") as running:
         yield running
 
 

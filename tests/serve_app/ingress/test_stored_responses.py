@@ -44,7 +44,7 @@ def backend(file: Path) -> Database:
 @pytest.fixture(scope="module")
 def served(model_path: Path, backend: Database) -> Iterator[tuple[str, Script]]:
     options: dict[str, Any] = {"customers": CUSTOMERS, "backend": backend, "max_body_bytes": MAX_BODY_BYTES}
-    with scripted(model_path, **options) as running:
+    with scripted(model_path, **options, place="first") as running:
         yield running
 
 

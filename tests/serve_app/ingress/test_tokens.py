@@ -35,7 +35,7 @@ def served(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     folder = tmp_path_factory.mktemp("tokens")
     stored = open_database(None, folder / "responses.sqlite", BOUNDS)
     path = family("hermes", demo_model_path, folder / "hermes")
-    with scripted(path, customers=CUSTOMERS, backend=stored) as running:
+    with scripted(path, customers=CUSTOMERS, backend=stored, place="first") as running:
         yield running
 
 
