@@ -20,6 +20,11 @@ class Asked(NamedTuple):
     headers: Headers
     parts: tuple[bytes, ...]
 
+    def __repr__(self) -> str:
+        """Return the beginning of each part: Hypothesis warns of whole large bodies."""
+        sizes = [part if len(part) < 2_000 else (part[:2_000], len(part)) for part in self.parts]
+        return f"Asked({self.door.path!r}, {self.target[:2_000]!r}, {self.headers!r:.4000}, {sizes!r})"
+
 
 RAW = (
     b"null",
