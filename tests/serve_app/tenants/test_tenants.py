@@ -293,6 +293,7 @@ def test_a_replica_drops_the_secret_of_its_node(monkeypatch: pytest.MonkeyPatch)
         raise LookupError("the environment is looked at here")
 
     monkeypatch.setattr("serve_app.replica.replica.LiveSettings.start", stop)
+    monkeypatch.setattr("serve_app.replica.replica.log_at_once", lambda: None)  # it is for the rest of a process
     with pytest.raises(LookupError):
         asyncio.run(Replica.__init__(SimpleNamespace(), {}))  # type: ignore[arg-type]
     shown = subprocess.run(["/usr/bin/env"], capture_output=True, text=True, check=True).stdout
