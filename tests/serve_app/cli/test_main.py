@@ -24,6 +24,7 @@ from serve_app.config.sentences import OPTIONS
 from serve_app.config.tenants import TenantConfig
 from serve_app.ingress.routes.application import make_application
 from serve_app.tenants import make_api_key
+from tests.harness.programs import programs_here
 from tests.pages import ROOT
 from tests.serve_app.ingress.routes.test_application import services_of
 from tests.serve_app.ingress.scripted import Loopback
@@ -193,7 +194,8 @@ def test_vllm_takes_the_gpus_of_the_machine(
 )
 def test_drafts_are_vllms_flags(launched: list[Launch], monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     monkeypatch.setattr("serve_app.cli.checks.run.findings", lambda *_: ())
-    told = CliRunner().invoke(app, ["serve", "demo", "--engine", "vllm", *flags])
+    with programs_here():
+        told = CliRunner().invoke(app, ["serve", "demo", "--engine", "vllm", *flags])
     assert told.exit_code == 0, told.output
     drafting = AppConfig.model_validate(launched[0].settings).drafting
     assert drafting == {"method": "ngram", "num_speculative_tokens": 3}
