@@ -62,6 +62,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,11 +1,9 @@
 """The benchmark of the engine alone takes its figures from real runs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from benchmarks.common.harness import ROOT
+from benchmarks.__main__ import main
 from benchmarks.peers.warmpath_engine import config_of
 
 
@@ -15,13 +13,12 @@ def test_on_a_gpu_the_engine_reserves_it() -> None:
     assert (config.replica_num_gpus, config.num_blocks) == (1, 100)
 
 
-def test_the_benchmark_runs_and_writes_figures(tmp_path: Path) -> None:
-    """Run the user's command, on the demo model and our engine alone."""
+def test_the_benchmark_runs_and_writes_figures(tmp_path: Path, tiny_model_path: Path) -> None:
+    """Run the user's command, on a tiny model and our engine alone, which has a process of its own."""
     out = tmp_path / "engine.json"
-    flags = "--systems warmpath --model demo --device cpu --dtype float32 --runs 1 --threads 1"
+    flags = f"--systems warmpath --model {tiny_model_path} --device cpu --dtype float32 --runs 1 --threads 1"
     sizes = "--prefix-tokens 64 --question-tokens 8 --batch-new-tokens 1"
-    command = [sys.executable, "-m", "benchmarks", "engine", *flags.split(), *sizes.split(), "--json", str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=240)
+    main(["engine", *flags.split(), *sizes.split(), "--json", str(out)])
     results = json.loads(out.read_text())["results"]
     assert results["systems"]["warmpath"]["decode_tok_s"] > 0
     assert results["ratios"] == {}

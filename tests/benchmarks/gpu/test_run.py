@@ -1,8 +1,6 @@
 """The report of `benchmarks gpu` is whole at any time, and what it cannot measure says why."""
 
 import json
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.common.report import BenchmarkError
 from benchmarks.figures import ROWS
 from benchmarks.gpu import models, run, systems
@@ -21,7 +20,6 @@ from benchmarks.gpu.systems import Card, Target, vllm_flags
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
-ROOT = Path(run.__file__).parents[2]
 H100 = Card("NVIDIA H100 80GB HBM3", 81559 << 20)
 
 
@@ -145,8 +143,7 @@ vllm:spec_decode_num_accepted_tokens_total{engine="0"} 3.0
         assert models._drafted(Target("", {}, "")) == (12, 3)
 
 
-def test_without_a_gpu_or_vllm_the_error_names_the_remedy() -> None:
-    command = [sys.executable, "-m", "benchmarks", "gpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": ""}, check=False)
-    assert done.returncode == 1
-    assert "make venv-vllm" in done.stderr or "--shape tiny" in done.stderr
+def test_without_a_gpu_or_vllm_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match=r"(?s)^error: .*(make venv-vllm|--shape tiny)"):
+        main(["gpu"])
