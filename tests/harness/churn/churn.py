@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from msgspec import structs
+from transformers import AutoConfig
 
 from benchmarks.common.random_adapters import make_adapters
 from router.protocol.block_hash import PrefixScope, TokenArray, hash_blocks, split_chain
@@ -33,6 +34,7 @@ from serve_app.engine.protocol import (
     Save,
     UnknownAdapter,
 )
+from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from tests.harness.churn.audit import Imbalance, audit, settled, tables, tier_hashes
@@ -105,7 +107,7 @@ class Churn:
         self._random = random.Random(0)
         self._specs = make_adapters(model, directory / "adapters", ADAPTERS, rank=4)
         shares = {f"tenant-{number}": 1.0 + number % 3 for number in range(TENANTS)}
-        block_bytes = 4 * 2 * 16 * 2 * 64 * 4  # layers, keys and values, tokens, heads, head size, bytes
+        block_bytes = kv_bytes_per_block(AutoConfig.from_pretrained(model), "float32", 16)
         tiers = tier_settings(
             HOST_BLOCKS * block_bytes, DISK_BLOCKS * block_bytes, directory / "disk", tier_load_ratio=1e9
         )

@@ -288,8 +288,8 @@ LEFT_BYTES_AN_OPERATION = 500
 
 
 @pytest.fixture
-def churn(demo_model_path: Path, tmp_path: Path) -> Iterator[Churn]:
-    made = Churn(demo_model_path, tmp_path)
+def churn(tiny_model_path: Path, tmp_path: Path) -> Iterator[Churn]:
+    made = Churn(tiny_model_path, tmp_path)
     yield made
     made.close()
 
