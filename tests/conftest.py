@@ -1,11 +1,13 @@
 """Fixtures for every test."""
 
 import fcntl
+import functools
 import gc
 import logging
 import os
 import shutil
 import signal
+import ssl
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -33,6 +35,9 @@ hypothesis.settings.load_profile("warmpath")
 # On a busy machine an answer may take longer than the five seconds of httpx.
 for part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, part, 60.0)
+
+# Each client of httpx and its kin would read all certificates, though tests ask plain HTTP alone.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 for chatty in ("httpx", "httpcore", "openai", "asyncio", "ray", "urllib3"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
