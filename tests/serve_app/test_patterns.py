@@ -38,6 +38,7 @@ QUICK_S = 0.002
 MADE_LATER = {
     r're.search(rf"(?<![a-z0-9]){re.escape(part)}", text)': r"(?<![a-z0-9])pin",
     r're.search(rf"(?<!\w){re.escape(place.keyword)}\b", said)': r"(?<!\w)unevaluatedProperties\b",
+    r're.findall(rf"^{metric}(?:\{{.*\}})? ([0-9.e+]+)$", text, re.MULTILINE)': r"^requests(?:\{.*\})? ([0-9.e+]+)$",
     're.compile(b"|".join(re.escape(content.encode()) for content in contents))': rb"<\|im_start\|>|<\|im_end\|>|<s>",
 }
 """Patterns that are made in a function, and an example of each."""

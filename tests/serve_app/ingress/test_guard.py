@@ -5,7 +5,7 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import Response
@@ -234,6 +234,10 @@ def is_ours(name: str) -> bool:
 
 
 @given(name=NAMES | ADDRESSES, port=st.sampled_from(["", ":", ":80", ":8000"]), dot=st.booleans(), upper=st.booleans())
+@example(name="evillocalhost", port="", dot=False, upper=False)
+@example(name="evil-localhost", port=":80", dot=True, upper=False)
+@example(name="evilinternal", port="", dot=False, upper=True)
+@example(name="evilchat.example", port="", dot=False, upper=False)
 def test_a_host_is_its_name_however_it_is_written(name: str, port: str, dot: bool, upper: bool) -> None:
     """A port, the root's dot and upper case change nothing, in the header and in the setting; a longer name does."""
     written = name + "." * (dot and not name.startswith("[")) + port

@@ -131,10 +131,15 @@ def test_calls_are_read_as_they_are_written(grammar: Reading, data: st.DataObjec
     assert read(grammar, pieces) == expected
 
 
+QUOTED = ['<tool_call>{"name": "search", "arguments": {"q": "a\\', '"b"}}</tool_call>']
+"""A call whose argument is cut between a backslash and the quote that it escapes."""
+
+
 @every_grammar
 @given(cut=cuts(anything))
 @example(cut=('{"name": 12"abc"', ['{"name": 12', '"abc"']))
 @example(cut=('<tool_call>{"name": "f", "arguments": {"a\\"', ['<tool_call>{"name": "f", "arguments": {"a\\', '"']))
+@example(cut=("".join(QUOTED), QUOTED))
 def test_any_text_is_read_the_same_however_it_is_cut(grammar: Reading, cut: tuple[str, list[str]]) -> None:
     """This includes text without a call, and broken calls. (docs: api)"""
     text, pieces = cut
