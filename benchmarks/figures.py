@@ -35,42 +35,42 @@ class FigureRow(NamedTuple):
     python: str = PYTHON
 
 
-def _ttft(found: Results) -> str:
-    return f"**{found['warm_ms_p50'] / 1000:.2f} s**; {found['cold_ms_p50'] / 1000:.1f} s uncached"
+def _ttft(results: Results) -> str:
+    return f"**{results['warm_ms_p50'] / 1000:.2f} s**; {results['cold_ms_p50'] / 1000:.1f} s uncached"
 
 
-def _affinity(found: Results) -> str:
-    ours, other = (found[f"{policy}, pulls off"] for policy in ("estimated_ttft", "power_of_two"))
+def _affinity(results: Results) -> str:
+    ours, other = (results[f"{policy}, pulls off"] for policy in ("estimated_ttft", "power_of_two"))
     return f"**{ours['served_from_cache']:.0%}**; Serve's own router: {other['served_from_cache']:.0%}"
 
 
-def _trace(found: Results) -> str:
-    ours, ray = (found[policy]["ttft_mean_s"] for policy in ("estimated_ttft", RAY_PREFIX))
+def _trace(results: Results) -> str:
+    ours, ray = (results[policy]["ttft_mean_s"] for policy in ("estimated_ttft", RAY_PREFIX))
     return f"**{ours:.1f} s**; Ray's prefix router: {ray:.1f} s"
 
 
-def _agents(found: Results) -> str:
-    ours, plain = (found[f"{name}, pool 0.5"]["job_time_mean"] for name in ("warmpath", "first_come"))
+def _agents(results: Results) -> str:
+    ours, plain = (results[f"{name}, pool 0.5"]["job_time_mean"] for name in ("warmpath", "first_come"))
     return f"**{ours:.2f}**; first come, first served: {plain:.1f}"
 
 
-def _flooding(found: Results) -> str:
-    return f"**{found['hit_rate_ratio']:.2f}**; without shares: {found['unprotected_hit_rate_ratio']:.2f}"
+def _flooding(results: Results) -> str:
+    return f"**{results['hit_rate_ratio']:.2f}**; without shares: {results['unprotected_hit_rate_ratio']:.2f}"
 
 
-def _predictions(found: Results) -> str:
-    return f"**{found['exact']:.2%}**"
+def _predictions(results: Results) -> str:
+    return f"**{results['exact']:.2%}**"
 
 
-def _vllm(found: Results) -> str:
-    ratios = found["ratios"]["vllm_cpu"]
+def _vllm(results: Results) -> str:
+    ratios = results["ratios"]["vllm_cpu"]
     return f"decode **{ratios['decode_tok_s']:.2f}**, cached TTFT **{ratios['warm_ttft_ms']:.2f}**"
 
 
-def _gpu(found: Results) -> str:
-    rates = {n: _ratio(row, "tokens_per_s") for n, row in found["decode"]["figures"].items()}
+def _gpu(results: Results) -> str:
+    rates = {n: _ratio(row, "tokens_per_s") for n, row in results["decode"]["figures"].items()}
     worst = min(rates, key=lambda streams: rates[streams])
-    longest, row = list(found["first_token"]["figures"].items())[-1]
+    longest, row = list(results["first_token"]["figures"].items())[-1]
     cached = _ratio(row, "warm_ms")
     return f"cached TTFT **{cached:.2f}** ({int(longest) // 1024}k tokens), decode **{rates[worst]:.2f}** (worst)"
 
@@ -80,10 +80,10 @@ def _ratio(row: Results, figure: str) -> float:
     return float(ours / theirs)
 
 
-def _routing(found: Results) -> str:
-    largest = max(row["blocks"] for row in found["rows"])
+def _routing(results: Results) -> str:
+    largest = max(row["blocks"] for row in results["rows"])
     ours, ray = (
-        next(row["decision_us_p50"] for row in found["rows"] if row["system"] == system and row["blocks"] == largest)
+        next(row["decision_us_p50"] for row in results["rows"] if row["system"] == system and row["blocks"] == largest)
         for system in ("warmpath", "ray_prefix_tree")
     )
     return f"**{ours:.0f} µs**; Ray's prefix tree: {ray:,.0f} µs"

@@ -135,14 +135,14 @@ def _turns(rows: list[dict[str, Any]], size: int, opening: list[int], ids: _Ids)
         blocks = -(-tokens // TRACE_BLOCK_TOKENS)
         if row["from"] is None:
             beginning: list[int] = opening[: (tokens - 1) // TRACE_BLOCK_TOKENS]
-            known = 0
+            cached = 0
         else:
             source = made[row["from"]]
             shared = min(int(row["shared"]) * size, tokens - 1, source.prompt_tokens) // TRACE_BLOCK_TOKENS
-            beginning, known = list(source.hash_ids[:shared]), shared * TRACE_BLOCK_TOKENS
+            beginning, cached = list(source.hash_ids[:shared]), shared * TRACE_BLOCK_TOKENS
         fresh = [next(ids.fresh) for _ in range(blocks - len(beginning))]
         pause_s, out = float(row["think"] or 0.0), int(row["out"] or 1)
-        made.append(AgentTurn(tokens, out, pause_s, (*beginning, *fresh), known))
+        made.append(AgentTurn(tokens, out, pause_s, (*beginning, *fresh), cached))
     return tuple(made)
 
 

@@ -80,11 +80,11 @@ class Benchmark:
         options = parser.parse_args(arguments)
         load = os.getloadavg()[0]
         try:
-            found = self.measure(options)
+            findings = self.measure(options)
         except FlagError as error:
             parser.error(str(error))
         simulated = {name for name, traits in ENGINES.items() if traits.simulated}
-        settings = dict(vars(options) if found.settings is None else found.settings)
+        settings = dict(vars(options) if findings.settings is None else findings.settings)
         host = {"cores": os.cpu_count(), "load_before": round(load, 2)}
         write(
             options.json,
@@ -93,12 +93,12 @@ class Benchmark:
                 "versions": versions(),
                 "host": host,
                 "simulated": self.simulated or {**vars(options), **settings}.get("engine") in simulated,
-                **found.more,
-                "results": found.results,
-                "summary": "Simulated: " * self.simulated + found.summary,
+                **findings.more,
+                "results": findings.results,
+                "summary": "Simulated: " * self.simulated + findings.summary,
             },
         )
-        if not found.passed:
+        if not findings.passed:
             raise SystemExit(1)
 
 

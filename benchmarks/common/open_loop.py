@@ -73,7 +73,7 @@ async def fire(url: str, shots: Sequence[Shot], timeout_s: float, progress: Call
 
 def hit_rate(answers: Sequence[TimedAnswer]) -> float | str:
     """Return the ratio of cached to all prompt tokens; "unknown" if the server does not report them."""
-    counted = [answer for answer in answers if answer.cached_told and answer.prompt_tokens]
+    counted = [answer for answer in answers if answer.reports_cached and answer.prompt_tokens]
     if not counted:
         return UNKNOWN
     return sum(answer.cached_tokens for answer in counted) / sum(answer.prompt_tokens for answer in counted)

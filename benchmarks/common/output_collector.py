@@ -41,10 +41,10 @@ class OutputCollector:
             engine.submit(request, self)
         self.wait({request.request_id for request in requests})
 
-    def wait(self, wanted: Set[str]) -> None:
+    def wait(self, requests: Set[str]) -> None:
         """Wait until these requests have ended. Raises RuntimeError if one failed."""
         with self._changed:
-            self._changed.wait_for(lambda: wanted <= self._ended)
+            self._changed.wait_for(lambda: requests <= self._ended)
             if self._failed:
                 raise RuntimeError(f"a request failed: {self._failed[0]}")
 

@@ -32,16 +32,16 @@ async def send_repeatedly(
     order = [prompt for prompt in range(prompts) for _ in range(rounds)]
     Random(seed).shuffle(order)
     turns = iter(progress(list(enumerate(order)), name))
-    found, seen = Repeats(), set[int]()
+    answered, seen = Repeats(), set[int]()
 
     async def work() -> None:
         for number, prompt in turns:
-            answers = found.repeats if prompt in seen else found.firsts
+            answers = answered.repeats if prompt in seen else answered.firsts
             seen.add(prompt)
             try:
                 answers.append(await ask(number, prompt))
             except failures:
-                found.failed += 1
+                answered.failed += 1
 
     await asyncio.gather(*(work() for _ in range(clients)))
-    return found
+    return answered

@@ -34,12 +34,12 @@ def marked_processes(mark: str, name: str = MARK) -> Iterator[tuple[psutil.Proce
 
     A process that renames itself, as vLLM's do, may have overwritten its environment.
     """
-    found: dict[int, psutil.Process] = {}
+    marked: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(name) == mark:
-                found |= {one.pid: one for one in (process, *process.children(recursive=True))}
-    for process in found.values():
+                marked |= {one.pid: one for one in (process, *process.children(recursive=True))}
+    for process in marked.values():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             yield process, " ".join(process.cmdline())
 

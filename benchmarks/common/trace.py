@@ -32,8 +32,8 @@ def add_trace_flags(parser: argparse.ArgumentParser, requests: int, forms: str =
 
 def chosen_trace(options: argparse.Namespace) -> list[TraceRequest]:
     """Return the requests that the flags select. Raises BenchmarkError if the trace has fewer."""
-    wanted = options.skip + options.requests
-    found = read_trace(Path(options.trace), wanted)
-    if len(found) < wanted:
-        raise BenchmarkError(f"{options.trace} holds {len(found)} requests, but {wanted} are needed")
-    return found[options.skip :]
+    needed = options.skip + options.requests
+    trace = read_trace(Path(options.trace), needed)
+    if len(trace) < needed:
+        raise BenchmarkError(f"{options.trace} holds {len(trace)} requests, but {needed} are needed")
+    return trace[options.skip :]

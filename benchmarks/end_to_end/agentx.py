@@ -166,14 +166,16 @@ def play(url: str, traces: Path, options: Options) -> dict[str, Any]:
 
 def figures(export: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of aiperf's export, None where it has none, and its judgement of the submission."""
-    found: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     for name, (metric, statistic) in FIGURES.items():
         value = (export.get(metric) or {}).get(statistic)
-        found[name] = value / 100 if value is not None and name in ("delivered", "theoretical") else value
-    if found["delivered"] is not None and found["theoretical"]:
-        found["of_theoretical"] = found["delivered"] / found["theoretical"]
-    told = export.get("metadata") or {}
-    return found | {name: told[name] for name in ("submission_valid", "submission_invalid_reasons") if name in told}
+        row[name] = value / 100 if value is not None and name in ("delivered", "theoretical") else value
+    if row["delivered"] is not None and row["theoretical"]:
+        row["of_theoretical"] = row["delivered"] / row["theoretical"]
+    metadata = export.get("metadata") or {}
+    return row | {
+        name: metadata[name] for name in ("submission_valid", "submission_invalid_reasons") if name in metadata
+    }
 
 
 def virtual(name: str, sessions: Sequence[AgentSession], options: Options) -> dict[str, Any]:
@@ -198,27 +200,27 @@ def ratios(results: Mapping[str, Mapping[str, Any]]) -> str:
     times = {name: row["ttft_ms_mean"] for name, row in results.items() if row.get("ttft_ms_mean")}
     if "warmpath" not in times or len(times) == 1:
         return ""
-    ours, told = results["warmpath"], []
+    ours, sentences = results["warmpath"], []
     if "runs" not in ours:
         return f" Our mean TTFT / the best other: {times.pop('warmpath') / min(times.values()):.2f}."
     for name in times.keys() - {"warmpath"}:
         pairs = zip(ours["runs"], results[name]["runs"], strict=True)
-        found = [own["ttft_ms_mean"] / other["ttft_ms_mean"] for own, other in pairs]
-        told.append(f"{name}'s {median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
-    return f" Medians of {len(ours['runs'])} runs in virtual time. Our mean TTFT / {', '.join(sorted(told))}."
+        pairwise = [own["ttft_ms_mean"] / other["ttft_ms_mean"] for own, other in pairs]
+        sentences.append(f"{name}'s {median(pairwise):.2f} ({min(pairwise):.2f} to {max(pairwise):.2f})")
+    return f" Medians of {len(ours['runs'])} runs in virtual time. Our mean TTFT / {', '.join(sorted(sentences))}."
 
 
 def summary(results: Mapping[str, Mapping[str, Any]], options: Options) -> str:
     """Return a sentence with each system's figures, and the ratios."""
 
-    def told(name: str, row: Mapping[str, Any]) -> str:
+    def figures_of(name: str, row: Mapping[str, Any]) -> str:
         if "not_measured" in row:
             return f"{name} was not measured"
         return f"{name}: " + ", ".join(f"{figure} {row[figure]:.4g}" for figure in FIGURES if row[figure] is not None)
 
     reasons = {reason for row in results.values() for reason in row.get("submission_invalid_reasons", ())}
     valid = f" Not a valid submission ({options.duration_s} s): {', '.join(sorted(reasons))}." if reasons else ""
-    rows = "; ".join(told(name, row) for name, row in results.items())
+    rows = "; ".join(figures_of(name, row) for name, row in results.items())
     return f"AgentX ({options.engine}, {options.concurrency} sessions): {rows}.{ratios(results)}{valid}"
 
 

@@ -166,7 +166,7 @@ def _pairs(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, 
 
 def _total(run: dict[str, Any], name: str) -> float:
     """Return the CPU of all processes for one token or request."""
-    (cpu,) = (found for found in run[name].values() if isinstance(found, dict))
+    (cpu,) = (figure for figure in run[name].values() if isinstance(figure, dict))
     return float(sum(cpu.values()))
 
 

@@ -102,10 +102,10 @@ class Load:
 
     def result(self, pattern: str) -> Any:
         """Return a JSON file that the tool has written."""
-        found = sorted(self.folder.rglob(pattern))
-        if not found:
+        files = sorted(self.folder.rglob(pattern))
+        if not files:
             raise BenchmarkError(f"{self.command} wrote no {pattern}")
-        return json.loads(found[0].read_text())
+        return json.loads(files[0].read_text())
 
 
 def vllm_bench(load: Load) -> Seen:
@@ -117,11 +117,11 @@ def vllm_bench(load: Load) -> Seen:
         load.concurrency, "--ignore-eos", "--ready-check-timeout-sec", 0, "--percentile-metrics", "ttft,tpot,itl",
         "--save-result", "--result-dir", load.folder, "--result-filename", "result.json",
     )  # fmt: skip
-    found = load.result("result.json")
-    if found["completed"] != load.requests:
-        raise BenchmarkError(f"vllm bench: {found['completed']} of {load.requests} requests were completed")
-    prompts, outputs = found["total_input_tokens"], found["total_output_tokens"]
-    return Seen(found["mean_ttft_ms"], found["mean_tpot_ms"], prompts, outputs, outputs - load.requests)
+    result = load.result("result.json")
+    if result["completed"] != load.requests:
+        raise BenchmarkError(f"vllm bench: {result['completed']} of {load.requests} requests were completed")
+    prompts, outputs = result["total_input_tokens"], result["total_output_tokens"]
+    return Seen(result["mean_ttft_ms"], result["mean_tpot_ms"], prompts, outputs, outputs - load.requests)
 
 
 def guidellm(load: Load) -> Seen:
@@ -159,13 +159,13 @@ def aiperf(load: Load) -> Seen:
         "--artifact-dir", load.folder, "--ui", "none", "--use-server-token-count", "--no-gpu-telemetry",
         "--no-server-metrics",
     )  # fmt: skip
-    found = load.result("profile_export_aiperf.json")
+    result = load.result("profile_export_aiperf.json")
     return Seen(
-        found["time_to_first_token"]["avg"],
-        found["inter_token_latency"]["avg"],
-        found["total_isl"]["avg"],
-        found["total_osl"]["avg"],
-        found["total_osl"]["avg"] - load.requests,
+        result["time_to_first_token"]["avg"],
+        result["inter_token_latency"]["avg"],
+        result["total_isl"]["avg"],
+        result["total_osl"]["avg"],
+        result["total_osl"]["avg"] - load.requests,
     )
 
 

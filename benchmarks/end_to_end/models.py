@@ -64,8 +64,8 @@ class Deployment:
 
     async def model(self, name: str) -> dict[str, Any] | None:
         """Return what ``/health`` says of a model."""
-        found: dict[str, Any] = (await self.client.get(f"{self.cluster.url}/health")).json()
-        model: dict[str, Any] | None = found["models"].get(name)
+        health: dict[str, Any] = (await self.client.get(f"{self.cluster.url}/health")).json()
+        model: dict[str, Any] | None = health["models"].get(name)
         return model
 
     async def pids(self, name: str) -> set[int]:
@@ -135,7 +135,7 @@ async def measure(deployment: Deployment, options: Options, run: int) -> dict[st
         while not acting.done() or time.monotonic() - begun_s < options.seconds:
             results += await fire(deployment.cluster.url, shots(options, rng), PATIENCE_S, lambda: None)
         await acting
-        figures[name] = {**told(results), "seconds": time.monotonic() - begun_s, "busy_cpu_s": busy() - busy_s}
+        figures[name] = {**figures_of(results), "seconds": time.monotonic() - begun_s, "busy_cpu_s": busy() - busy_s}
 
     await phase(NOTHING, asyncio.sleep(0))
     for change in CHANGES:
@@ -171,7 +171,7 @@ def busy() -> float:
     return float(sum(times) - times.idle - times.iowait)
 
 
-def told(results: Sequence[Result]) -> dict[str, Any]:
+def figures_of(results: Sequence[Result]) -> dict[str, Any]:
     """Return the figures of a phase's requests."""
     answers = [result for result in results if result.answer is not None]
     whole_s = [result.late_s + result.answer.total_s for result in answers if result.answer is not None]

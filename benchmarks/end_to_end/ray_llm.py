@@ -91,17 +91,17 @@ async def measure(url: str, name: str, run: int, options: Options) -> dict[str, 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> str:
     """Return each router's medians, and the ratio of ours to the best other one in the same runs."""
     rows = []
-    for router, found in runs.items():
-        times, hits = [row["mean_ttft_ms"] for row in found], [row["hit_rate"] for row in found]
+    for router, turns in runs.items():
+        times, hits = [row["mean_ttft_ms"] for row in turns], [row["hit_rate"] for row in turns]
         rows.append(
             f"{router}: {statistics.median(times):.0f} ms ({min(times):.0f} to {max(times):.0f}), "
             f"{statistics.median(hits):.1%} of the prompts' tokens cached, "
-            f"{sum(row['errors'] for row in found):.0f} errors"
+            f"{sum(row['errors'] for row in turns):.0f} errors"
         )
     ratio = ""
-    others = [found for router, found in runs.items() if router != "warmpath"]
+    others = [turns for router, turns in runs.items() if router != "warmpath"]
     if others and "warmpath" in runs:
-        best = min(statistics.median(row["mean_ttft_ms"] for row in found) for found in others)
+        best = min(statistics.median(row["mean_ttft_ms"] for row in turns) for turns in others)
         ours = statistics.median(row["mean_ttft_ms"] for row in runs["warmpath"])
         ratio = f" Ours to the best of the others: {ours / best:.2f}."
     return f"Mean TTFT, medians of {len(next(iter(runs.values())))} runs. {'; '.join(rows)}.{ratio}"

@@ -80,8 +80,8 @@ def summary(results: dict[str, Any]) -> str:
     if "right" in results.get("warmpath", {}):
         more += f" Predictions right: {results['warmpath']['right']:.2%}."
     if added := results.get("alone"):
-        told = ", ".join(f"{name} {row['added_ms']:.1f} ms" for name, row in added.items() if name != "server")
-        more += f" Added to a warm request alone: {told}."
+        times = ", ".join(f"{name} {row['added_ms']:.1f} ms" for name, row in added.items() if name != "server")
+        more += f" Added to a warm request alone: {times}."
     return f"Hit rate and mean TTFT of repeated prompts (medians of the runs, least and most). {rows}.{more}"
 
 
@@ -102,8 +102,14 @@ def workers(options: Options) -> Iterator[list[str]]:
         for _ in range(SERVERS):
             events, replay = (stack.enter_context(held_port()) for _ in range(2))
             addresses = {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
-            told = {"enable_kv_cache_events": True, "publisher": "zmq", **addresses}
-            flags = [*sizes.split(), "--kv-cache-memory-bytes", str(1 << 30), "--kv-events-config", json.dumps(told)]
+            events_config = {"enable_kv_cache_events": True, "publisher": "zmq", **addresses}
+            flags = [
+                *sizes.split(),
+                "--kv-cache-memory-bytes",
+                str(1 << 30),
+                "--kv-events-config",
+                json.dumps(events_config),
+            ]
             model, python = resolve_model(options.model), options.vllm_python
             url = stack.enter_context(vllm_server(model, options.model, flags, CPU_ENVIRONMENT, python, 600.0))
             entries.append(f"{url}?events={events}&replay={replay}")

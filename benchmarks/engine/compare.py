@@ -61,9 +61,9 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
         for name, row in results.items()
     ]
     sentences += [
-        f"{ours_of(results)} / {peer}: TTFT {found['warm_ttft_ms']:.2f} cached and {found['cold_ttft_ms']:.2f} cold, "
-        f"decode rate {found['decode_tok_s']:.2f}."
-        for peer, found in ratios(results).items()
+        f"{ours_of(results)} / {peer}: TTFT {ratio['warm_ttft_ms']:.2f} cached and {ratio['cold_ttft_ms']:.2f} cold, "
+        f"decode rate {ratio['decode_tok_s']:.2f}."
+        for peer, ratio in ratios(results).items()
     ]
     return " ".join(sentences)
 

@@ -95,11 +95,11 @@ def measure(model: Path, options: Options) -> dict[str, Any]:
         for number, at in enumerate(progress(order, "returned")):
             time.sleep(0.05)  # the last events arrive
             chain = extend_chain(scope.root(bytes(16)), 0, prompts[at], BLOCK)
-            known = core.holders(RoutedRequest("q", chain, len(prompts[at]))).get("replica", 0)
-            found, took_s = ask(engine, f"returned {number}", prompts[at], scope)
+            predicted = core.holders(RoutedRequest("q", chain, len(prompts[at]))).get("replica", 0)
+            delivered, took_s = ask(engine, f"returned {number}", prompts[at], scope)
             returned_s.append(took_s)
-            exact += found == known
-            cached += found
+            exact += delivered == predicted
+            cached += delivered
         rate = engine.load().tier_tokens_per_s
     reusable = (options.prompt_tokens - 1) // BLOCK * BLOCK * len(order)
     return {

@@ -229,11 +229,11 @@ def _ask_all(engine: Engine, routed: Routed, talks: Talks, options: Options) -> 
             done["resets"] += engine.reset_prefix_cache()
         burst = talks.chance(0.2)
         outputs = OutputCollector()
-        asked = [_ask(engine, routed, one, outputs) for one in talks.draw(options.burst if burst else 1)]
+        requests = [_ask(engine, routed, one, outputs) for one in talks.draw(options.burst if burst else 1)]
         if burst:
-            _abort_one(engine, talks, asked[-1], done)
-        outputs.wait({each.request.request_id for each in asked})
-        for each in asked:
+            _abort_one(engine, talks, requests[-1], done)
+        outputs.wait({each.request.request_id for each in requests})
+        for each in requests:
             name = each.request.request_id
             talks.answered(each.talk, outputs.tokens.get(name, ()))
             if name not in outputs.cached_tokens:
@@ -268,22 +268,22 @@ def _ask(engine: Engine, routed: Routed, one: tuple[Talk, EngineRequest], output
     return PredictedRequest(talk, request, chain, decision.selected_cached_tokens, number)
 
 
-def _abort_one(engine: Engine, talks: Talks, asked: PredictedRequest, done: Counter[str]) -> None:
+def _abort_one(engine: Engine, talks: Talks, request: PredictedRequest, done: Counter[str]) -> None:
     """Abort a request of a burst at a random time, or not at all."""
     if talks.chance(0.5):
         time.sleep(0.01 if talks.chance(0.5) else 0.08)
-        engine.cancel(asked.request.request_id)
+        engine.cancel(request.request.request_id)
         done["aborts"] += 1
 
 
-def _compared(routed: Routed, asked: PredictedRequest, delivered: int) -> str:
+def _compared(routed: Routed, request: PredictedRequest, delivered: int) -> str:
     """Return "exact", or the reason for a difference from the prediction."""
-    if delivered == asked.predicted:
+    if delivered == request.predicted:
         return "exact"
-    if delivered > asked.predicted:
+    if delivered > request.predicted:
         return "in flight: another request computed it meanwhile"
-    last = hash_at(asked.chain, asked.predicted // BLOCK - 1)
-    return "evicted meanwhile" if routed.gone_since(asked.number, last) else "unexplained"
+    last = hash_at(request.chain, request.predicted // BLOCK - 1)
+    return "evicted meanwhile" if routed.gone_since(request.number, last) else "unexplained"
 
 
 def _shares(counts: Counter[str]) -> dict[str, Any]:

@@ -50,8 +50,8 @@ def answers(target: Target, bodies: Sequence[RequestBody]) -> list[TimedAnswer]:
 async def timed_stream(client: httpx.AsyncClient, target: Target, body: RequestBody) -> StreamedAnswer:
     """Send a chat, and time its pieces. Raises like ``ask``."""
     times, parts, tokens = [], [], 0
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    async for event in stream_events(client, target.url + CHAT, asked, dict(target.headers)):
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async for event in stream_events(client, target.url + CHAT, streamed, dict(target.headers)):
         for choice in event.get("choices") or ():
             if content := choice.get("delta", {}).get("content"):
                 times.append(perf_counter())
@@ -79,4 +79,4 @@ class Clients:
     def answers(self, target: Target, bodies: Sequence[RequestBody]) -> list[TimedAnswer]:
         """Send chats together, from all processes. Raises like ``ask``."""
         parts = [list(bodies[number :: self._count]) for number in range(min(self._count, len(bodies)))]
-        return [answer for found in self._pool.map(answers, [target] * len(parts), parts) for answer in found]
+        return [answer for part in self._pool.map(answers, [target] * len(parts), parts) for answer in part]

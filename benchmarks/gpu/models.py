@@ -26,12 +26,12 @@ def drafts(bench: Bench, targets: Targets, ours: Warmpath | None) -> MeasuredRow
     """
     bench = bench._replace(shape=_shorter(bench, streams=(1, 16)))
     tokens, said = _repeats(bench, targets)
-    before = {name: _drafted(target) for name, target in targets.items()}
+    before = {name: drafted(target) for name, target in targets.items()}
     with_drafts, rates = rows.decode(bench, targets)
     sleep(1.0)  # reports of counters
     accepted: RowFigures = {}
     for name, target in targets.items():
-        proposed, taken = (now - then for now, then in zip(_drafted(target), before[name], strict=True))
+        proposed, taken = (now - then for now, then in zip(drafted(target), before[name], strict=True))
         accepted[name] = taken / proposed if proposed else None
     off, without = {name: target for name, target in targets.items() if name == "warmpath"}, RowFigures()
     if off:
@@ -49,17 +49,17 @@ def windowed(bench: Bench, targets: Targets, ours: Warmpath | None) -> MeasuredR
     By default vLLM keeps the KV of a window only at a prompt's end, where only the same prompt finds it.
     """
     bench = bench._replace(shape=_shorter(bench, predictions=51))
-    held = {name: _held_blocks(bench, target) for name, target in targets.items()}
+    used = {name: _most_used_blocks(bench, target) for name, target in targets.items()}
     repeats, said = _repeats(bench, targets)
     first, firsts = rows.first_token(bench, targets, hits=False)
     for tokens, row in first.items():
-        found = ", ".join(f"{name} {row[name]['cached_tokens']:.0f}" for name in targets)
-        firsts += f" Another question after {tokens} tokens finds {found}."
-    figures: RowFigures = {"held_blocks": held, "repeats": repeats, "first_token": first}
+        hits = ", ".join(f"{name} {row[name]['cached_tokens']:.0f}" for name in targets)
+        firsts += f" Another question after {tokens} tokens finds {hits}."
+    figures: RowFigures = {"held_blocks": used, "repeats": repeats, "first_token": first}
     if ours is not None and "warmpath" in targets:
         figures["predictions"], predicted = two.predictions(bench, ours)
         firsts += f" {predicted}"
-    blocks = ", ".join(f"{name} {row['held']:.0f} of {row['pool']:.0f}" for name, row in held.items())
+    blocks = ", ".join(f"{name} {row['held']:.0f} of {row['pool']:.0f}" for name, row in used.items())
     prompts = f"{HELD_PROMPTS} prompts of {bench.shape.prompts[-1]} tokens"
     return figures, f"Blocks that {prompts} hold while they are answered: {blocks}. {said} {firsts}"
 
@@ -70,25 +70,25 @@ def _shorter(bench: Bench, **changed: Any) -> Shape:
 
 def _repeats(bench: Bench, targets: Targets) -> tuple[RowFigures, str]:
     """Return what exact repeats of prompts find, as a part of the whole blocks before their last token."""
-    longest, block, found = bench.shape.prompts[0], bench.block_size, RowFigures()
+    longest, block, repeats = bench.shape.prompts[0], bench.block_size, RowFigures()
     for name, target in targets.items():
-        found[name] = []
+        repeats[name] = []
         for tokens in (longest // 16, longest // 8 + 1, longest // 4 + 7, longest // 2 + 15, longest):
             body = bench.chat(f"repeat {tokens}", 8, tokens=tokens)
             first, again = (answers(target, [body])[0] for _ in range(2))
             whole = (again.prompt_tokens - 1) // block * block
             figures = {"prompt_tokens": again.prompt_tokens, "cached_tokens": again.cached_tokens}
-            found[name].append({**figures, "share": again.cached_tokens / whole, "new": first.cached_tokens})
-    told = ", ".join(
-        f"{name} {median(row['share'] for row in found[name]):.2f} "
-        f"({', '.join(str(row['cached_tokens']) for row in found[name])})"
-        for name in found
+            repeats[name].append({**figures, "share": again.cached_tokens / whole, "new": first.cached_tokens})
+    shares = ", ".join(
+        f"{name} {median(row['share'] for row in repeats[name]):.2f} "
+        f"({', '.join(str(row['cached_tokens']) for row in repeats[name])})"
+        for name in repeats
     )
-    lengths = ", ".join(str(row["prompt_tokens"]) for row in next(iter(found.values())))
-    return found, f"Exact repeats of {lengths} tokens find of what is possible: {told}."
+    lengths = ", ".join(str(row["prompt_tokens"]) for row in next(iter(repeats.values())))
+    return repeats, f"Exact repeats of {lengths} tokens find of what is possible: {shares}."
 
 
-def _held_blocks(bench: Bench, target: Target) -> dict[str, float]:
+def _most_used_blocks(bench: Bench, target: Target) -> dict[str, float]:
     """Return the most blocks in use while prompts are answered that were computed before, and the pool."""
     tokens = bench.shape.prompts[-1]
     bodies = [bench.chat(f"held {number}", HELD_TOKENS, tokens=tokens) for number in range(HELD_PROMPTS)]
@@ -96,18 +96,18 @@ def _held_blocks(bench: Bench, target: Target) -> dict[str, float]:
 
     async def count() -> list[tuple[float, float]]:
         async with new_client() as client:
-            asked, counts = asyncio.gather(*(ask(client, target, body) for body in bodies)), []
-            while not asked.done():
-                counts.append(_blocks(await asyncio.to_thread(target.metrics)))
+            running, counts = asyncio.gather(*(ask(client, target, body) for body in bodies)), []
+            while not running.done():
+                counts.append(blocks_in_use(await asyncio.to_thread(target.metrics)))
                 await asyncio.sleep(READ_EVERY_S)
-            await asked
+            await running
             return counts
 
-    held, pool = max(asyncio.run(count()))
-    return {"held": held, "pool": pool}
+    used, pool = max(asyncio.run(count()))
+    return {"held": used, "pool": pool}
 
 
-def _blocks(metrics: str) -> tuple[float, float]:
+def blocks_in_use(metrics: str) -> tuple[float, float]:
     """Return the blocks in use, and all."""
     if size := re.search(r'vllm:cache_config_info{.*num_gpu_blocks="(\d+)"', metrics):
         blocks = float(size[1]) - 1  # without vLLM's null block
@@ -116,7 +116,7 @@ def _blocks(metrics: str) -> tuple[float, float]:
     return metric_sum(metrics, "warmpath_kv_cache_blocks", 'state="used"'), blocks
 
 
-def _drafted(target: Target) -> tuple[float, float]:
+def drafted(target: Target) -> tuple[float, float]:
     """Return the numbers of drafted and of accepted tokens so far."""
     metrics, kinds = target.metrics(), ("draft", "accepted")
     names = [[f"{system}spec_decode_num_{kind}_tokens_total" for system in _PREFIXES] for kind in kinds]

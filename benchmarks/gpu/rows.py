@@ -48,9 +48,9 @@ def first_token(bench: Bench, targets: Targets, *, hits: bool = True) -> Measure
 
     ``hits``: a prompt asked again with another question has to be cached, else BenchmarkError.
     """
-    found: RowFigures = {}
+    figures: RowFigures = {}
     for tokens in bench.shape.prompts:
-        rows = found[str(tokens)] = {name: {"cold_ms": [], "warm_ms": []} for name in targets}
+        rows = figures[str(tokens)] = {name: {"cold_ms": [], "warm_ms": []} for name in targets}
         cached: dict[str, list[int]] = {name: [] for name in targets}
         for run in range(-1, bench.shape.runs):  # the first one warms up
             system = bench.text(tokens, f"first {tokens} {run}")
@@ -61,15 +61,15 @@ def first_token(bench: Bench, targets: Targets, *, hits: bool = True) -> Measure
                     if (answer.cached_tokens >= tokens // 2) != (kind == "warm_ms") and (hits or kind == "cold_ms"):
                         raise BenchmarkError(f"{name}: {answer.cached_tokens} cached tokens of a prompt {kind[:4]}")
                     rows[name][kind] += [1000 * answer.ttft_s] if run >= 0 else []
-        found[str(tokens)] = {
+        figures[str(tokens)] = {
             name: {kind: spread(ms) for kind, ms in row.items()} | {"cached_tokens": median(cached[name])}
             for name, row in rows.items()
         }
     said = "; ".join(
-        f"{tokens} tokens " + _told(rows, "{cold_ms[p50]:.0f} ms new, {warm_ms[p50]:.0f} ms cached")
-        for tokens, rows in found.items()
+        f"{tokens} tokens " + _sentence(rows, "{cold_ms[p50]:.0f} ms new, {warm_ms[p50]:.0f} ms cached")
+        for tokens, rows in figures.items()
     )
-    return found, f"First token: {said}."
+    return figures, f"First token: {said}."
 
 
 def decode(bench: Bench, targets: Targets, **more: Any) -> MeasuredRow:
@@ -77,7 +77,7 @@ def decode(bench: Bench, targets: Targets, **more: Any) -> MeasuredRow:
 
     ``more``: fields of each request.
     """
-    tokens, found = bench.shape.answer_tokens, RowFigures()
+    tokens, figures = bench.shape.answer_tokens, RowFigures()
     for streams in bench.shape.streams:
         rates: dict[str, list[float]] = {name: [] for name in targets}
         cpu_us: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
@@ -87,30 +87,32 @@ def decode(bench: Bench, targets: Targets, **more: Any) -> MeasuredRow:
                 done, used_us = _with_cpu_us(target, lambda: bench.clients.answers(target, bodies))  # noqa: B023
                 rates[name].append(streams * tokens / max(answer.total_s for answer in done))
                 cpu_us[name].append(used_us)
-        found[str(streams)] = {
+        figures[str(streams)] = {
             name: {"tokens_per_s": spread(rates[name]), "cpu_us_a_token": _medians(cpu_us[name])} for name in targets
         }
-    said = "; ".join(f"{streams} streams " + _told(rows, "{tokens_per_s[p50]:,.0f}") for streams, rows in found.items())
-    return found, f"Tokens per second (prompts of {QUESTION_TOKENS} tokens, answers of {tokens}): {said}."
+    said = "; ".join(
+        f"{streams} streams " + _sentence(rows, "{tokens_per_s[p50]:,.0f}") for streams, rows in figures.items()
+    )
+    return figures, f"Tokens per second (prompts of {QUESTION_TOKENS} tokens, answers of {tokens}): {said}."
 
 
 def request(bench: Bench, targets: Targets) -> MeasuredRow:
     """CPU time and TTFT of short requests with a cached system prompt, one at a time."""
-    found: RowFigures = {}
+    figures: RowFigures = {}
     bodies = [bench.chat(f"request {n}", 1, bench.text(SYSTEM_TOKENS, "")) for n in range(1 + 20 * bench.shape.runs)]
     for name, target in targets.items():
         answers(target, bodies[:1])
         done, cpu_us = _with_cpu_us(target, lambda: [answers(target, [body])[0] for body in bodies[1:]])  # noqa: B023
-        found[name] = {
+        figures[name] = {
             "ttft_ms": spread([1000 * answer.ttft_s for answer in done]),
             "cpu_ms": sum(cpu_us.values()) / 1000,
             "cpu_us_by_kind": cpu_us,
         }
-    said = _told(found, "{ttft_ms[p50]:.1f} ms, {cpu_ms:.1f} ms of CPU time")
-    return found, f"A short request with a cached system prompt: {said}."
+    said = _sentence(figures, "{ttft_ms[p50]:.1f} ms, {cpu_ms:.1f} ms of CPU time")
+    return figures, f"A short request with a cached system prompt: {said}."
 
 
-def _told(rows: RowFigures, form: str) -> str:
+def _sentence(rows: RowFigures, form: str) -> str:
     return ", ".join(f"{name} {form.format(**row)}" for name, row in rows.items())
 
 

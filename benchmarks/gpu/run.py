@@ -71,8 +71,8 @@ class Report:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             whole = self._path.with_name(f"{self._path.name}.part")
-            found = self.findings()
-            document = self._head | {"results": found.results, "summary": found.summary}
+            findings = self.findings()
+            document = self._head | {"results": findings.results, "summary": findings.summary}
             whole.write_text(json.dumps(document, indent=2, default=str) + "\n")
             whole.replace(self._path)
 
@@ -87,7 +87,7 @@ class Run:
 
     def __init__(self, options: Options, stack: ExitStack, work: Path) -> None:
         self._end_s = time.monotonic() + 60 * float(options.minutes) - END_S
-        self._shape, self._wanted, self._card = SHAPES[options.shape], set(options.rows), find_card()
+        self._shape, self._left, self._card = SHAPES[options.shape], set(options.rows), find_card()
         self._windowed = windowed(options.shape)
         self.report = Report(options.json, vars(options), self._card)
         self._mark, self._work = uuid.uuid4().hex, work
@@ -99,31 +99,31 @@ class Run:
     def all(self) -> None:
         """Measure the rows, and say of each that could not be measured why."""
         if importlib.util.find_spec("ray") is None:
-            self._row("first_token", lambda: in_one_process(self._shape, self._bench.checkpoint), 2 * START_S)
+            self.row("first_token", lambda: in_one_process(self._shape, self._bench.checkpoint), 2 * START_S)
             self._not_measured((*ROWS, *MORE), "Ray is not installed here")
-        if self._wanted & ALONE.keys():
+        if self._left & ALONE.keys():
             with self._pair("the first servers", self._bench) as (targets, _):
                 for name, alone in ALONE.items() if targets else ():
-                    self._row(name, lambda: self._of_those_alive(alone, targets))  # noqa: B023
+                    self.row(name, lambda: self._of_those_alive(alone, targets))  # noqa: B023
         self._not_measured(ALONE, "no server started; see their rows")
-        if self._wanted - {"built_in", *MORE}:
+        if self._left - {"built_in", *MORE}:
             with self._trying("two replicas"), self._warmpath("vllm", 2, self._bench) as ours:
                 self._ready("the two replicas", ours)
-                if "routing" in self._wanted:
+                if "routing" in self._left:
                     with self._trying("routing", ROW_S):
                         for name, row in two.routing(self._bench, ours):
                             self.report.add(f"routing {name}", *row)
-                        self._wanted.discard("routing")
+                        self._left.discard("routing")
                 for name, measure in TOGETHER.items():
-                    self._row(name, lambda: measure(self._bench, ours))  # noqa: B023
+                    self.row(name, lambda: measure(self._bench, ours))  # noqa: B023
         self._not_measured(ROWS[:-1], "the two replicas did not start; see their row")
-        self._row("built_in", self._built_in, START_S)
-        if "drafts" in self._wanted:
+        self.row("built_in", self._built_in, START_S)
+        if "drafts" in self._left:
             with self._trying("drafts"):
                 head = make_checkpoint(drafter(self._shape), self._work / "head")
                 drafting = {"method": "eagle", "model": str(head), "num_speculative_tokens": models.DRAFT_TOKENS}
                 self._own("drafts", self._bench, models.drafts, drafting)
-        if "windowed" in self._wanted:
+        if "windowed" in self._left:
             with self._trying("windowed"):
                 checkpoint = make_checkpoint(self._windowed, self._work / "windowed")
                 bench = self._bench._replace(shape=self._windowed, checkpoint=checkpoint)
@@ -140,7 +140,7 @@ class Run:
         with self._pair(f"the servers of {name}", bench, eager=True, drafting=drafting) as (targets, ours):
             if targets:
                 row = partial(measure, ours=ours)
-                self._row(name, lambda: self._of_those_alive(row, targets), OWN_ROW_S)
+                self.row(name, lambda: self._of_those_alive(row, targets), OWN_ROW_S)
         self._not_measured([name], "no server started; see their rows")
 
     @contextmanager
@@ -192,12 +192,12 @@ class Run:
             raise Cut("the time (--minutes) was over")
         return Warmpath(bench.shape, self._card, self._mark, bench.checkpoint, engine, replicas, **how)
 
-    def _row(self, name: str, measure: Callable[[], MeasuredRow], most_s: float = ROW_S) -> None:
+    def row(self, name: str, measure: Callable[[], MeasuredRow], most_s: float = ROW_S) -> None:
         """Measure a row, if it is wanted."""
-        if name in self._wanted:
+        if name in self._left:
             with self._trying(name, most_s):
                 self.report.add(name, *measure())
-                self._wanted.discard(name)
+                self._left.discard(name)
 
     @contextmanager
     def _trying(self, name: str, most_s: float | None = None) -> Iterator[None]:
@@ -208,9 +208,9 @@ class Run:
                     bounds.enter_context(self._bound(most_s))
                 yield
         except (Exception, Cut) as error:
-            known = isinstance(error, (*FAILURES, Cut))
-            self.report.add(name, None, f"{'' if known else type(error).__name__ + ': '}{error}"[-3000:])
-            self._wanted.discard(name)
+            expected = isinstance(error, (*FAILURES, Cut))
+            self.report.add(name, None, f"{'' if expected else type(error).__name__ + ': '}{error}"[-3000:])
+            self._left.discard(name)
 
     @contextmanager
     def _bound(self, most_s: float) -> Iterator[None]:
@@ -238,9 +238,9 @@ class Run:
         self.report.add(what, {"waited_s": time.monotonic() - began_s}, "They are ready.")
 
     def _not_measured(self, names: Sequence[str] | Mapping[str, Any], why: str) -> None:
-        for name in self._wanted.intersection(names):
+        for name in self._left.intersection(names):
             self.report.add(name, None, why)
-            self._wanted.discard(name)
+            self._left.discard(name)
 
 
 def in_one_process(shape: Shape, checkpoint: Path) -> MeasuredRow:
@@ -251,8 +251,8 @@ def in_one_process(shape: Shape, checkpoint: Path) -> MeasuredRow:
         "device": "auto", "threads": 1, "block_size": VLLM_CPU_BLOCK_SIZE, "prefix_tokens": shape.prompts[-1],
         "batch_new_tokens": 8, "load_format": "dummy",
     }  # fmt: skip
-    found = {name: compare.measure(name, workload, sys.executable) for name in ("warmpath_vllm", "vllm_cpu")}
-    return found | {"ratios": compare.ratios(found)}, f"Without Ray Serve, in one process: {compare.summary(found)}"
+    rows = {name: compare.measure(name, workload, sys.executable) for name in ("warmpath_vllm", "vllm_cpu")}
+    return rows | {"ratios": compare.ratios(rows)}, f"Without Ray Serve, in one process: {compare.summary(rows)}"
 
 
 def end_marked(mark: str) -> None:

@@ -25,7 +25,7 @@ FLOODER, OPERATOR = "flooder", "operator"
 SEQUENCES = 256
 _GPU_PART = 0.45
 """Of the card, for each of two engines: what Ray reserves, and what vLLM wants to find free."""
-_RESERVED_BYTES = 5 << 30
+RESERVED_BYTES = 5 << 30
 """Beside weights and KV, of each engine: activations, CUDA graphs, the context."""
 _CPU_KV_BYTES = 64 << 20
 _MANY = 4096
@@ -43,8 +43,8 @@ class Target(NamedTuple):
 
     def metrics(self) -> str:
         """Return all metrics. Raises httpx.HTTPError."""
-        found = httpx.get(f"{self.url}/metrics", headers=dict(self.operator), timeout=60, verify=False)  # noqa: S501
-        return found.raise_for_status().text
+        response = httpx.get(f"{self.url}/metrics", headers=dict(self.operator), timeout=60, verify=False)  # noqa: S501
+        return response.raise_for_status().text
 
 
 class Card(NamedTuple):
@@ -66,7 +66,7 @@ class Card(NamedTuple):
         heads = 2 * sizes["head_dim"] * (sizes["num_attention_heads"] + sizes["num_key_value_heads"])
         layers = sizes["num_hidden_layers"] * sizes["hidden_size"] * (heads + 3 * sizes["intermediate_size"])
         weights_bytes = int(2 * (layers + 2 * sizes["vocab_size"] * sizes["hidden_size"]))
-        kv = int(0.95 * self.total_bytes) // 2 - weights_bytes - _RESERVED_BYTES
+        kv = int(0.95 * self.total_bytes) // 2 - weights_bytes - RESERVED_BYTES
         if kv < shape.kv_token_bytes * shape.max_model_len:
             raise BenchmarkError(f"two of this model do not fit on {self.name}; use a smaller --shape")
         return kv
@@ -77,8 +77,8 @@ def find_card() -> Card:
     if shutil.which("nvidia-smi") is None:
         return Card()
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    found = re.match(r"(.+), (\d+)", subprocess.run(command, capture_output=True, text=True, check=False).stdout)
-    return Card(found[1], int(found[2]) << 20) if found else Card()
+    named = re.match(r"(.+), (\d+)", subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    return Card(named[1], int(named[2]) << 20) if named else Card()
 
 
 def vllm_flags(
@@ -148,9 +148,9 @@ class Warmpath(LocalCluster):
                 serving = sum(one["state"] == "serving" for one in seen["replicas"])
                 if (serving, seen["policy"]) == (self._settings["replicas"], self._policy):
                     return
-            told = self.status()
-            if told["status"] == "DEPLOY_FAILED" or time.monotonic() > deadline_s:
-                raise BenchmarkError(f"warmpath does not serve: {told['message']} {told['deployments']}"[:3000])
+            status = self.status()
+            if status["status"] == "DEPLOY_FAILED" or time.monotonic() > deadline_s:
+                raise BenchmarkError(f"warmpath does not serve: {status['message']} {status['deployments']}"[:3000])
             time.sleep(0.2)
 
     def snapshot(self) -> dict[str, Any]:
@@ -163,9 +163,9 @@ class Warmpath(LocalCluster):
 
     def predicted_tokens(self, body: Mapping[str, Any], tenant: str) -> int:
         """Return the cached tokens that the router expects for a tenant's request now. Raises httpx.HTTPError."""
-        told = self._http.post("/v1/cache/explain", json={**body, "tenant": tenant}).raise_for_status().json()
-        (prompt,) = told["prompts"]
-        chosen = prompt["winners"][told["policy"]]["replica_id"]
+        explained = self._http.post("/v1/cache/explain", json={**body, "tenant": tenant}).raise_for_status().json()
+        (prompt,) = explained["prompts"]
+        chosen = prompt["winners"][explained["policy"]]["replica_id"]
         row = next(one for one in prompt["replicas"] if one["replica_id"] == chosen)
         return max(int(row["cached_tokens"]), int(row["pull_tokens"]))
 

@@ -73,9 +73,9 @@ def _sessions(text: TraceText, keys: Mapping[str, str], rate: float) -> tuple[ag
     options.longest_pause_s = needed_s = new_tokens * text.tokens_per_id / TRACE_BLOCK_TOKENS / rate
     options.speed = sum(turn.pause_s for turn in turns) / (len(chosen) * needed_s)
     chosen = agents.drawn(read_sessions(), options)
-    asked = requests_of(chosen, len(keys))
-    shots = _exact(trace_shots(list(asked.values()), text, options, dict(keys)))
-    load = agents.ReplayLoad(chosen, dict(zip(asked, shots, strict=True)), [], [])
+    requests = requests_of(chosen, len(keys))
+    shots = _exact(trace_shots(list(requests.values()), text, options, dict(keys)))
+    load = agents.ReplayLoad(chosen, dict(zip(requests, shots, strict=True)), [], [])
     return load, random_arrivals([needed_s] * len(chosen), len(chosen), Random(0))
 
 
@@ -95,7 +95,7 @@ def copy(bench: Bench, ours: Warmpath) -> MeasuredRow:
     """A prefix that only the other replica holds: copied, or computed if copying is expected to take longer."""
     ours.set_policy("round_robin")
     ours.wait()
-    target, found = ours.target(TENANTS[0]), RowFigures()
+    target, figures = ours.target(TENANTS[0]), RowFigures()
     for tokens in bench.shape.prompts:
         before, pairs = ours.metrics(), list[list[TimedAnswer]]()
         for run in range(bench.shape.runs):
@@ -108,7 +108,7 @@ def copy(bench: Bench, ours: Warmpath) -> MeasuredRow:
         after = ours.metrics()
         counters = {name: f"warmpath_kv_pulls_{name}_total" for name in ("begun", "refused")}
         counters |= {"pulled_tokens": "warmpath_kv_pulled_tokens_total", "pull_s": "warmpath_kv_pull_seconds_sum"}
-        found[str(tokens)] = {
+        figures[str(tokens)] = {
             "cold_ms": spread([1000 * cold.ttft_s for cold, _ in pairs]),
             "elsewhere_ms": spread([1000 * other.ttft_s for _, other in pairs]),
             "copied_tokens": median(other.cached_tokens for _, other in pairs),
@@ -121,9 +121,9 @@ def copy(bench: Bench, ours: Warmpath) -> MeasuredRow:
         f"{tokens} tokens {row['elsewhere_ms']['p50']:.0f} ms where the other replica has them "
         f"({row['copied_tokens']:.0f} cached; {row['begun']:.0f} copies brought {row['pulled_tokens']:.0f} tokens in "
         f"{row['pull_s']:.2f} s), {row['cold_ms']['p50']:.0f} ms where none has"
-        for tokens, row in found.items()
+        for tokens, row in figures.items()
     )
-    return found, f"First token: {said}."
+    return figures, f"First token: {said}."
 
 
 def flood(bench: Bench, ours: Warmpath) -> MeasuredRow:
@@ -154,7 +154,7 @@ def flood(bench: Bench, ours: Warmpath) -> MeasuredRow:
     hits = [rate for rate in map(hit_rate, (alone, beside)) if isinstance(rate, float)]
     if len(hits) < 2 or not hits[0]:
         raise BenchmarkError(f"no hit rates alone and beside the flood: {hits}")
-    late_s = [percentile([answer.ttft_s for answer in found], 95) for found in (alone, beside)]
+    late_s = [percentile([answer.ttft_s for answer in phase], 95) for phase in (alone, beside)]
     ratio, slower = hits[1] / hits[0], late_s[1] / late_s[0]
     figures = {"hit_rates": hits, "ttft_p95_s": late_s, "hit_rate_ratio": ratio, "ttft_p95_ratio": slower}
     return figures, (

@@ -263,25 +263,25 @@ def case(workload: Workload, *, batched: bool, in_order: bool, chatting: bool) -
     async def run() -> dict[str, Any]:
         cluster, over = BatchCluster(workload, loop), asyncio.Event()
         replicas = [asyncio.create_task(replica.run()) for replica in cluster.replicas.values()]
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         if chatting:
             await chats(cluster, 20.0, over, "warm-up")
         talk = asyncio.create_task(chats(cluster, None if batched else 300.0, over)) if chatting else None
         begun_s = loop.time()
         if batched:
             await batch(cluster, in_order=in_order)
-            found["batch_s"] = loop.time() - begun_s
-            found["computed_tokens"] = sum(replica.computed for replica in cluster.replicas.values())
-            found["computed_to_least"] = found["computed_tokens"] / workload.least_tokens
+            figures["batch_s"] = loop.time() - begun_s
+            figures["computed_tokens"] = sum(replica.computed for replica in cluster.replicas.values())
+            figures["computed_to_least"] = figures["computed_tokens"] / workload.least_tokens
             over.set()
         if talk is not None:
             first, whole = await talk
-            found |= {"chats": len(first), "ttft_s": spread(first), "answer_s": spread(whole)}
-            found |= {"ttft_p99_s": percentile(first, 99), "answer_p99_s": percentile(whole, 99)}
+            figures |= {"chats": len(first), "ttft_s": spread(first), "answer_s": spread(whole)}
+            figures |= {"ttft_p99_s": percentile(first, 99), "answer_p99_s": percentile(whole, 99)}
         for task in replicas:
             task.cancel()
         await asyncio.gather(*replicas, return_exceptions=True)
-        return found
+        return figures
 
     try:
         return loop.run_until_complete(run())
@@ -297,12 +297,14 @@ def measure(workload: Workload) -> dict[str, Any]:
         "chats alone": {"batched": False, "in_order": True, "chatting": True},
         "chats beside the batch": {"batched": True, "in_order": True, "chatting": True},
     }
-    found: dict[str, Any] = {name: case(workload, **flags) for name, flags in progress(list(cases.items()), "batches")}
-    alone, beside = found["chats alone"], found["chats beside the batch"]
-    found["file_order_to_batch"] = found["file order"]["computed_tokens"] / found["batch"]["computed_tokens"]
-    found["ttft_p99_ratio"] = beside["ttft_p99_s"] / alone["ttft_p99_s"]
-    found["answer_p99_ratio"] = beside["answer_p99_s"] / alone["answer_p99_s"]
-    return found
+    figures: dict[str, Any] = {
+        name: case(workload, **flags) for name, flags in progress(list(cases.items()), "batches")
+    }
+    alone, beside = figures["chats alone"], figures["chats beside the batch"]
+    figures["file_order_to_batch"] = figures["file order"]["computed_tokens"] / figures["batch"]["computed_tokens"]
+    figures["ttft_p99_ratio"] = beside["ttft_p99_s"] / alone["ttft_p99_s"]
+    figures["answer_p99_ratio"] = beside["answer_p99_s"] / alone["answer_p99_s"]
+    return figures
 
 
 @benchmark(

@@ -91,11 +91,11 @@ class RayLlm:
     def replicas(self, application: str) -> list[psutil.Process]:
         """Return the processes of an application's vLLM replicas."""
         name = re.compile(rf"ServeReplica:{application}:\w*LLMServer")
-        found = []
+        processes = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # it has just died
-                found += [process] if name.search(" ".join(process.cmdline())) else []
-        return found
+                processes += [process] if name.search(" ".join(process.cmdline())) else []
+        return processes
 
 
 @contextmanager

@@ -25,16 +25,16 @@ def measure(workload: RoutingWorkload) -> dict[str, float]:
         spent_s += time.perf_counter() - started
         now_s += 1.0
     grown = resident_bytes() - before
-    taken_s, found = [], 0
+    taken_s, matches = [], 0
     for chain, _ in workload.queries():
         text = text_of(chain)
         started = time.perf_counter()
         matched, holders = tree.prefix_match(text, names)
         tree.insert(text, (holders or names)[0], now_s)
         taken_s.append(time.perf_counter() - started)
-        found += len(matched) >= 64
+        matches += len(matched) >= 64
         now_s += 1.0
-    return {**figures(workload, taken_s, spent_s, grown), "found_share": found / len(taken_s)}
+    return {**figures(workload, taken_s, spent_s, grown), "found_share": matches / len(taken_s)}
 
 
 def text_of(chain: bytes) -> str:

@@ -62,8 +62,8 @@ def _ideal_s(session: AgentSession, settings: ClusterSettings, longest_pause_s: 
 
     def answer_s(at: int, number: int) -> float:
         turn = session.streams[at].turns[number]
-        known = turn.known_tokens or (session.opening_tokens if not at else 0)
-        computed_s = max(1, turn.prompt_tokens - known) / settings.prefill_tokens_per_s
+        cached = turn.known_tokens or (session.opening_tokens if not at else 0)
+        computed_s = max(1, turn.prompt_tokens - cached) / settings.prefill_tokens_per_s
         return computed_s + turn.output_tokens * settings.decode_token_s
 
     return job_s(session, answer_s, longest_pause_s)
@@ -81,8 +81,8 @@ def make_long_and_short(settings: ClusterSettings, long: int = LONG, short: int 
         made: list[AgentTurn] = []
         hashes = [*opening, *(next(ids) for _ in range(tokens // size - len(opening)))]
         for turn in range(turns):
-            pause_s, known = (rng.expovariate(0.1), made[-1].prompt_tokens) if turn else (0.0, 0)
-            made.append(AgentTurn(len(hashes) * size, rng.randrange(50, 400), pause_s, tuple(hashes), known))
+            pause_s, cached = (rng.expovariate(0.1), made[-1].prompt_tokens) if turn else (0.0, 0)
+            made.append(AgentTurn(len(hashes) * size, rng.randrange(50, 400), pause_s, tuple(hashes), cached))
             hashes += (next(ids) for _ in range(max(1, int(rng.expovariate(size / 3000)))))
         return AgentSession((AgentStream(tuple(made)),), len(opening) * size)
 
@@ -99,14 +99,14 @@ def make_long_and_short(settings: ClusterSettings, long: int = LONG, short: int 
 
 def simulate_long_and_short(settings: ClusterSettings, pools: Sequence[float]) -> dict[str, dict[str, float]]:
     """Return the job times of all, of short and of long sessions, by pool, each a part of the working set."""
-    load, found = make_long_and_short(settings), {}
+    load, rows = make_long_and_short(settings), {}
     for pool in pools:
         blocks = round(pool * load.working_set_blocks / settings.replicas)
         agents = Agents(Cluster(replace(settings, blocks=blocks), CONTENDERS["warmpath"]), load)
         row = agents.run()
         jobs = agents.slowdowns()
-        found[f"warmpath, pool {pool:g}"] = {**row, "short": fmean(jobs[LONG:]), "long": fmean(jobs[:LONG])}
-    return found
+        rows[f"warmpath, pool {pool:g}"] = {**row, "short": fmean(jobs[LONG:]), "long": fmean(jobs[:LONG])}
+    return rows
 
 
 def go_on(clock: VirtualClock, session: AgentSession, at: int, turn: int, send: Callable[[int, int], None]) -> int:

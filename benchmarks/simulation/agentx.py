@@ -72,13 +72,13 @@ class AgentX:
         now_s, number = self._cluster.clock.now_s, next(self._numbers)
         if now_s >= self._duration_s:
             return
-        asked = play.session.streams[at].turns[turn]
-        ids = tuple(play.first_id + block for block in asked.hash_ids)
-        full = ids[: (asked.prompt_tokens - 1) // TRACE_BLOCK_TOKENS]
-        known = next((place for place, block in enumerate(full) if block not in play.seen), len(full))
-        self._known_tokens += known * TRACE_BLOCK_TOKENS
+        next_turn = play.session.streams[at].turns[turn]
+        ids = tuple(play.first_id + block for block in next_turn.hash_ids)
+        full = ids[: (next_turn.prompt_tokens - 1) // TRACE_BLOCK_TOKENS]
+        cached = next((place for place, block in enumerate(full) if block not in play.seen), len(full))
+        self._known_tokens += cached * TRACE_BLOCK_TOKENS
         play.seen.update(full)
-        [request] = prepare([TraceRequest(now_s, asked.prompt_tokens, asked.output_tokens, ids)])
+        [request] = prepare([TraceRequest(now_s, next_turn.prompt_tokens, next_turn.output_tokens, ids)])
         self._sent[number] = play, at, turn
         self._cluster.send(replace(request, number=number))
 

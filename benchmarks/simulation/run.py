@@ -31,17 +31,17 @@ def contenders(policies: list[str], *, pull: bool, parts: bool) -> dict[str, Con
 
     ``pull``: whether the default policy pulls. ``parts``: add rows such as ``lmetric/shortest_first+pull``.
     """
-    found = {}
+    rows = {}
     for policy in policies:
         ours = policy == DEFAULT_POLICY
-        found[policy] = Contender(policy, shortest_first=ours, pull=ours and pull, admission=ours)
+        rows[policy] = Contender(policy, shortest_first=ours, pull=ours and pull, admission=ours)
     if parts:
         for policy, shortest_first, pulls in product(policies, (False, True), (False, True)):
             contender = Contender(policy, shortest_first, pulls, admission=policy == DEFAULT_POLICY)
-            if contender not in found.values():
+            if contender not in rows.values():
                 order = "shortest_first" if shortest_first else "first_come"
-                found[f"{policy}/{order}{'+pull' * pulls}"] = contender
-    return found
+                rows[f"{policy}/{order}{'+pull' * pulls}"] = contender
+    return rows
 
 
 def simulate(

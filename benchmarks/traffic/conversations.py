@@ -33,14 +33,14 @@ def conversations_of(trace: Sequence[TraceRequest], max_blocks: int) -> list[tup
 
     The first block, common to all prompts, is dropped. A request belongs to the latest conversation with its blocks.
     """
-    found: list[_Conversation] = []
+    conversations: list[_Conversation] = []
     of_block: dict[int, _Conversation] = {}
     for request in trace:
         ids = request.hash_ids[1:] or request.hash_ids
         conversation = next((of_block[block] for block in reversed(ids) if block in of_block), None)
         if conversation is None:
             conversation = _Conversation(asked_s=request.arrival_s)
-            found.append(conversation)
+            conversations.append(conversation)
         kept = _common(conversation.ids, ids)
         tokens = request.prompt_tokens - TRACE_BLOCK_TOKENS * (len(request.hash_ids) - len(ids))
         turn = Turn(request.arrival_s - conversation.asked_s, kept, len(ids) - kept, tokens, request.output_tokens)
@@ -49,7 +49,7 @@ def conversations_of(trace: Sequence[TraceRequest], max_blocks: int) -> list[tup
             conversation.turns.append(turn)
         conversation.ids, conversation.asked_s = ids, request.arrival_s
         of_block.update(dict.fromkeys(ids, conversation))
-    return [tuple(conversation.turns) for conversation in found if conversation.turns]
+    return [tuple(conversation.turns) for conversation in conversations if conversation.turns]
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:

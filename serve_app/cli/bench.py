@@ -22,7 +22,7 @@ from serve_app.request_files import numbered_lines
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """One streamed answer; times since the request was sent. ``cached_told``: the server reported cached tokens."""
+    """One streamed answer; times since the request was sent. ``reports_cached``: the server reported cached tokens."""
 
     ttft_s: float
     total_s: float
@@ -30,7 +30,7 @@ class TimedAnswer:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    cached_told: bool = True
+    reports_cached: bool = True
 
     @property
     def tpot_s(self) -> float:
@@ -131,7 +131,7 @@ async def stream_answer(
         prompt_tokens=usage.get("prompt_tokens", 0),
         cached_tokens=cached or 0,
         completion_tokens=usage.get("completion_tokens", len(parts)),
-        cached_told=cached is not None,
+        reports_cached=cached is not None,
     )
 
 
@@ -171,7 +171,7 @@ def texts(count: int, words: int, seed: int) -> list[str]:
     return [f"{uuid4().hex} " + " ".join(draw.choices(WORDS, k=words)) for _ in range(count)]
 
 
-async def answers(server: Server, bodies: Sequence[Body], at_once: int, told: str) -> list[TimedAnswer]:
+async def answers(server: Server, bodies: Sequence[Body], at_once: int, label: str) -> list[TimedAnswer]:
     """Send requests, ``at_once`` of them concurrently. Exits with an error if one fails."""
     gate = asyncio.Semaphore(at_once)
     async with server.client() as client:
@@ -182,7 +182,7 @@ async def answers(server: Server, bodies: Sequence[Body], at_once: int, told: st
 
         tasks = [asyncio.create_task(one(body)) for body in bodies]
         try:
-            return [await task for task in track(tasks, told, console=console, transient=True)]
+            return [await task for task in track(tasks, label, console=console, transient=True)]
         except (RequestFailed, httpx.HTTPError) as error:
             fail(f"a request failed: {error or type(error).__name__}")
         finally:
@@ -199,14 +199,14 @@ def percentiles(values: Iterable[float]) -> tuple[float, float]:
     return cuts[4], cuts[8]
 
 
-def row(name: str, found: Sequence[TimedAnswer]) -> list[str]:
+def row(name: str, timed: Sequence[TimedAnswer]) -> list[str]:
     """Return a table's row: TTFT (p50, p90), an answer's tokens per second, the cached part of the prompts."""
-    first, late = percentiles(answer.ttft_s for answer in found)
-    decode = [1 / answer.tpot_s for answer in found if answer.completion_tokens > 1 and answer.tpot_s > 0]
-    prompts = sum(answer.prompt_tokens for answer in found)
-    cached = f"{sum(answer.cached_tokens for answer in found) / prompts:.0%}" if prompts else "unknown"
+    first, late = percentiles(answer.ttft_s for answer in timed)
+    decode = [1 / answer.tpot_s for answer in timed if answer.completion_tokens > 1 and answer.tpot_s > 0]
+    prompts = sum(answer.prompt_tokens for answer in timed)
+    cached = f"{sum(answer.cached_tokens for answer in timed) / prompts:.0%}" if prompts else "unknown"
     speed = f"{percentiles(decode)[0]:.1f}" if decode else "-"
-    return [name, str(len(found)), f"{first * 1000:.0f} ms", f"{late * 1000:.0f} ms", speed, cached]
+    return [name, str(len(timed)), f"{first * 1000:.0f} ms", f"{late * 1000:.0f} ms", speed, cached]
 
 
 def measure_speed(server: Server, model: str | None, requests: int, at_once: int, words: int, max_tokens: int) -> None:
@@ -267,7 +267,7 @@ def measure_neighbour(
 
 
 async def _in_turn(server: Server, at_once: int, sets: Mapping[str, list[Body]]) -> list[tuple[str, list[TimedAnswer]]]:
-    return [(told, await answers(server, bodies, at_once, told)) for told, bodies in sets.items()]
+    return [(label, await answers(server, bodies, at_once, label)) for label, bodies in sets.items()]
 
 
 def _chat(file: Path, number: int, line: bytes, model: str) -> Body:
@@ -284,6 +284,6 @@ def _chat(file: Path, number: int, line: bytes, model: str) -> Body:
 
 def _show(rows: list[tuple[str, list[TimedAnswer]]]) -> None:
     table = Table("", "requests", "TTFT p50", "TTFT p90", "tokens/s of an answer", "prompt from the cache")
-    for name, found in rows:
-        table.add_row(*row(name, found))
+    for name, timed in rows:
+        table.add_row(*row(name, timed))
     console.print(table)

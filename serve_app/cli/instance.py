@@ -168,10 +168,10 @@ def _start_ray(settings: AppConfig, verbose: bool, console: Console) -> Path:
         context = init()
     keep_token_private()
     gpus = ray.cluster_resources().get("GPU", 0)
-    wanted = sum(one.first_replicas * one.replica_num_gpus for one in served)
-    if wanted > gpus:
+    needed_gpus = sum(one.first_replicas * one.replica_num_gpus for one in served)
+    if needed_gpus > gpus:
         first = sum(one.first_replicas for one in served)
-        raise StartFailed(f"{first} replicas need {wanted:g} GPUs, and Ray finds {gpus:g} here")
+        raise StartFailed(f"{first} replicas need {needed_gpus:g} GPUs, and Ray finds {gpus:g} here")
     return Path(context.address_info["session_dir"]) / "logs" / "serve"
 
 

@@ -51,7 +51,7 @@ class _ServeCommand(TyperCommand):
         from serve_app.config.sentences import unknown_setting
 
         own = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}
-        left, told = list(args), []
+        left, rewritten = list(args), []
         while left:
             argument = left.pop(0)
             flag, equals, value = argument.partition("=")
@@ -60,7 +60,7 @@ class _ServeCommand(TyperCommand):
                 raise typer.BadParameter(f"there is no {flag}: {instead}")
             field = AppConfig.model_fields.get(name := flag.removeprefix("--").replace("-", "_"))
             if flag in own or not flag.startswith("--") or flag == "--help":
-                told.append(argument)
+                rewritten.append(argument)
                 continue
             if field is None and name not in SPEC_ARGS:
                 wrong = unknown_setting(name, {*AppConfig.model_fields, *(one.lstrip("-") for one in own)})
@@ -76,8 +76,8 @@ class _ServeCommand(TyperCommand):
                 if not left:
                     raise typer.BadParameter(f"{flag} needs a value: {flag} VALUE")
                 value = left.pop(0)
-            told += ["--engine-arg" if name in SPEC_ARGS else "--set", f"{name}={value}"]
-        return super().parse_args(ctx, told)
+            rewritten += ["--engine-arg" if name in SPEC_ARGS else "--set", f"{name}={value}"]
+        return super().parse_args(ctx, rewritten)
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -92,8 +92,8 @@ app.command(rich_help_panel=PLANNING)(plan)
 app.command(rich_help_panel=TROUBLE)(doctor)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(print_it: bool) -> None:
+    if print_it:
         print(f"warmpath {__version__}")
         raise typer.Exit
 
@@ -167,11 +167,11 @@ def _checked(load: "Callable[..., AppConfig]", host: str, port: int) -> "AppConf
     """Return the settings with what workers and GPUs of this machine add; exit with 2 if they cannot be used here."""
     from serve_app.cli.checks.finding import Look
     from serve_app.cli.checks.run import findings
-    from serve_app.cli.checks.workers import told_by_workers
+    from serve_app.cli.checks.workers import settings_by_workers
 
     try:
         settings = load()
-        if reported := told_by_workers(settings):
+        if reported := settings_by_workers(settings):
             load = partial(load, **reported)
             settings = load()
         for finding in findings(Look("start", settings, (host, port)), "names", "database", "settings", "port"):

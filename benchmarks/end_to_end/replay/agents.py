@@ -55,15 +55,15 @@ def drawn(sessions: Sequence[AgentSession], options: Options) -> list[AgentSessi
         turns = [replace(turn, pause_s=min(turn.pause_s / speed, longest_s)) for turn in stream.turns[: options.turns]]
         return replace(stream, turns=tuple(turns), delay_s=min(stream.delay_s / speed, longest_s))
 
-    found = []
+    matching = []
     for session in sessions:
         streams = tuple(scaled(stream) for stream in session.streams if stream.after < options.turns)
         longest = max(turn.prompt_tokens for stream in streams for turn in stream.turns)
         if len(streams[0].turns) == options.turns and longest <= options.longest_prompt:
-            found.append(replace(session, streams=streams))
-    if len(found) < options.sessions:
-        raise BenchmarkError(f"{len(found)} sessions match, but {options.sessions} are needed")
-    return Random(options.seed).sample(found, options.sessions)
+            matching.append(replace(session, streams=streams))
+    if len(matching) < options.sessions:
+        raise BenchmarkError(f"{len(matching)} sessions match, but {options.sessions} are needed")
+    return Random(options.seed).sample(matching, options.sessions)
 
 
 async def play(session: AgentSession, ask: Callable[[TurnIndex], Awaitable[object]]) -> float:
@@ -208,23 +208,23 @@ def compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         }
         for name, done in runs.items()
     }
-    found: dict[str, Any] = {"rows": rows}
+    figures: dict[str, Any] = {"rows": rows}
     for figure in ("job_time_mean", "hit_rate"):
         first, second = ([run[figure] for run in done] for done in runs.values())
         pairs = [one / other for one, other in zip(first, second, strict=True) if other]
-        found[figure] = {"ratio": median(first) / median(second) if median(second) else None, "pairs": pairs}
-    return found
+        figures[figure] = {"ratio": median(first) / median(second) if median(second) else None, "pairs": pairs}
+    return figures
 
 
-def sentence(found: dict[str, Any], engine: str) -> str:
+def sentence(compared_rows: dict[str, Any], engine: str) -> str:
     """Return a sentence with both rows' job times and hit rates, and the ratios."""
 
     def figures(row: dict[str, Any]) -> str:
         job, hits = row["job_time_mean"], row["hit_rate"]
         return f"{job['p50']:.2f} ({job['min']:.2f} to {job['max']:.2f}), hit rate {hits['p50']:.1%}"
 
-    rows = "; ".join(f"{name} {figures(row)}" for name, row in found["rows"].items())
-    job, hits = (found[figure]["ratio"] for figure in ("job_time_mean", "hit_rate"))
+    rows = "; ".join(f"{name} {figures(row)}" for name, row in compared_rows["rows"].items())
+    job, hits = (compared_rows[figure]["ratio"] for figure in ("job_time_mean", "hit_rate"))
     return (
         f"Job time over that of an unlimited cache without a queue ({engine}; medians of run means, range): {rows}. "
         f"Ratio of the job times {job:.2f}, of the hit rates {'none' if hits is None else format(hits, '.2f')}."
@@ -276,8 +276,8 @@ def run(options: Options) -> Findings:
         with instance(*common, f"--set=num_blocks={blocks}", *(f"--set={pair}" for pair in added)) as url:
             return asyncio.run(replay(url, load, arrivals_s, ideal_s, f"{name}, run {number + 1}", flood=flood))
 
-    found = compared(in_turns(rows, options.runs, turn, alternate=True))
-    found["reference"] = {
+    results = compared(in_turns(rows, options.runs, turn, alternate=True))
+    results["reference"] = {
         "job_s": ideal_s, "hit_rate": ideal_hit_rate, "working_set_tokens": working_set, "num_blocks": blocks,
     }  # fmt: skip
-    return Findings(found, sentence(found, options.engine))
+    return Findings(results, sentence(results, options.engine))

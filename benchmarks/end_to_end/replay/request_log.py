@@ -46,17 +46,17 @@ def is_log(path: Path) -> bool:
 
 def read_log(path: Path) -> list[LoggedRequest]:
     """Read a log, gzipped or plain, and sort it by time. Raises ValueError at a malformed line."""
-    found = []
+    requests = []
     for number, line in numbered_lines(path):
         try:
-            found.append(_request(_Line.model_validate_json(line)))
+            requests.append(_request(_Line.model_validate_json(line)))
         except ValidationError as error:
             why = error.errors()[0]
             place = ".".join(map(str, why["loc"])) or "the line"
             raise ValueError(f"{path}, line {number}: {place}: {why['msg']}; {_EXPECTED}") from error
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-    return sorted(found, key=lambda request: request.at_s)
+    return sorted(requests, key=lambda request: request.at_s)
 
 
 def _request(line: _Line) -> LoggedRequest:

@@ -110,7 +110,7 @@ async def measure(target: Victim, key: str, model: str, kinds: list[str], second
     async with watching(target.url, key, model) as alone:
         await asyncio.sleep(max(20.0, seconds))
     note(row("alone", alone.to_json()))
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     together = Watched()
     for kind in kinds:
         broken = ""
@@ -122,10 +122,10 @@ async def measure(target: Victim, key: str, model: str, kinds: list[str], second
                 broken, statuses = str(error), Counter()
         for name in ("health_s", "ttft_s", "total_s", "failed"):
             getattr(together, name).extend(getattr(seen, name))
-        found[kind] = {**seen.to_json(), **ratios(alone, seen), "statuses": dict(statuses), "broken": broken}
-        note(row(kind, found[kind]))
+        rows[kind] = {**seen.to_json(), **ratios(alone, seen), "statuses": dict(statuses), "broken": broken}
+        note(row(kind, rows[kind]))
         await asyncio.sleep(REST_S)
-    return {"alone": alone.to_json(), "beside": {**together.to_json(), **ratios(alone, together)}, "kinds": found}
+    return {"alone": alone.to_json(), "beside": {**together.to_json(), **ratios(alone, together)}, "kinds": rows}
 
 
 def row(name: str, figures: Mapping[str, Any]) -> str:

@@ -61,7 +61,7 @@ class PrefixCache:
         self.recalled_pins = 0
         self.on_evict: EvictionHook | None = None
         self._hash_chain = hash_chain
-        self.clock = clock
+        self._clock = clock
         self._ticks = 0
         self._events: list[CacheEvent] = []
 
@@ -100,13 +100,13 @@ class PrefixCache:
             return
         if blocks:
             self.quota.read(blocks[0])
-        self.pins.read(blocks, self.clock())
+        self.pins.read(blocks, self._clock())
 
     def hit(self, matched: Sequence[int]) -> None:
         """Count a request that starts with these blocks, which makes them hotter."""
         entry = self.index.of_block(matched[-1]) if matched else None
         if entry is not None:
-            entry.hit(self.clock())
+            entry.hit(self._clock())
 
     def allocate(self, count: int, tenant: str = "default") -> list[int]:
         """Return ``count`` blocks with one reference each, evicting leaves as needed. Raises PoolExhausted."""
@@ -171,7 +171,7 @@ class PrefixCache:
         raw = np.ascontiguousarray(token_ids[first * size : last * size], dtype="<i4").tobytes()
         parent = blocks[first - 1] if first else None
         stored = bytearray()
-        done, now_s = first, self.clock()
+        done, now_s = first, self._clock()
         for i in range(first, last):
             block_hash = hash_at(chain, i)
             content = raw[4 * size * (i - first) : 4 * size * (i - first + 1)]
@@ -211,7 +211,7 @@ class PrefixCache:
         """
         if not blocks or any(block not in self.index for block in blocks):
             raise ValueError("a pin needs at least one block, and only indexed ones")
-        now_s = self.clock() - unread_s
+        now_s = self._clock() - unread_s
         while (outcome := self.pins.add(key, blocks, ttl_s, now_s, tenant)) == "over_budget":
             lent = self.pins.recall(blocks, tenant)
             if lent is None:
@@ -232,7 +232,7 @@ class PrefixCache:
     def expire_pins(self) -> None:
         """Unpin prefixes that were not read for their TTL."""
         if self.pins.next_expiry_s is not None:
-            for key in self.pins.expired(self.clock()):
+            for key in self.pins.expired(self._clock()):
                 self.unpin(key)
 
     def pinned_idle_blocks(self) -> int:

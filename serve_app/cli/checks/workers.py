@@ -18,7 +18,7 @@ from serve_app.engine.remote.servers import Unfit, check_name, check_tokenizer, 
 from serve_app.tenants import worker_key
 
 
-def asked(settings: AppConfig, tokenizer: str = "") -> dict[str, WorkerFacts | str]:
+def answers_of_workers(settings: AppConfig, tokenizer: str = "") -> dict[str, WorkerFacts | str]:
     """Return by URL what each worker says, or a sentence about one that cannot serve. Raises OSError, ValueError.
 
     ``tokenizer``: the path of the model's tokenizer.json, "" while it is not known.
@@ -51,25 +51,25 @@ def asked(settings: AppConfig, tokenizer: str = "") -> dict[str, WorkerFacts | s
     return asyncio.run(ask())
 
 
-def told_by_workers(settings: AppConfig) -> dict[str, Any]:
+def settings_by_workers(settings: AppConfig) -> dict[str, Any]:
     """Return the settings that follow from the workers, unless they are given.
 
     Of several models, each one's follow from its own workers. Raises ValueError if none can serve a model.
     """
     if settings.models:
-        each = map(told_by_workers, settings.served().values())
-        entries = [{**entry, **told} for entry, told in zip(settings.models, each, strict=True)]
+        each = map(settings_by_workers, settings.served().values())
+        entries = [{**entry, **facts_of} for entry, facts_of in zip(settings.models, each, strict=True)]
         return {"models": entries} if entries != settings.models else {}
     if not settings.engine_traits.external:
         return {}
     try:
-        answers = asked(settings)
+        answers = answers_of_workers(settings)
     except OSError as error:
         raise ValueError(f"workers: {error}") from None
     facts = [answer for answer in answers.values() if isinstance(answer, WorkerFacts)]
     if not facts:
         raise ValueError("no worker can serve: " + ("; ".join(map(str, answers.values())) or "none is listed"))
-    told = {
+    facts_of = {
         "model": facts[0].root,
         "served_model_name": facts[0].model,
         "block_size": facts[0].block_size,
@@ -79,7 +79,7 @@ def told_by_workers(settings: AppConfig) -> dict[str, Any]:
     given = settings.model_fields_set - {"replicas"}
     if "model" in given:
         given |= {"served_model_name"}
-    return {name: value for name, value in told.items() if value and name not in given}
+    return {name: value for name, value in facts_of.items() if value and name not in given}
 
 
 def workers(look: Look) -> Iterator[Finding]:
@@ -92,7 +92,7 @@ def workers(look: Look) -> Iterator[Finding]:
     model = resolve_model(settings.model) if look.place == "start" else Path(settings.model)
     tokenizer = model / "tokenizer.json"
     try:
-        answers = asked(settings, str(tokenizer) if tokenizer.is_file() else "")
+        answers = answers_of_workers(settings, str(tokenizer) if tokenizer.is_file() else "")
         feeds = {worker.url: worker.events for worker in listed(settings.workers)}
     except (OSError, ValueError) as error:
         yield problem("workers", str(error))

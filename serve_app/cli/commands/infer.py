@@ -34,7 +34,7 @@ class _File:
     requests: "list[BatchRequest]"
     edge: "EdgeFile | None"
     answered: "dict[int, AnsweredLine]" = field(default_factory=dict)
-    told: str = ""
+    prefix: str = ""
     """Before what is said of its requests: its name, if there are several."""
 
 
@@ -71,23 +71,23 @@ def infer(
 ) -> None:
     """Answer files of requests in this process, without a server, or by one; exits with 1 if a request failed."""
     logger.handlers, logger.propagate = [RichHandler(console=console, show_path=False, show_time=False)], False
-    inputs = [*(files or ()), *([input_file] if input_file is not None else [])]
-    if not inputs:
+    paths = [*(files or ()), *([input_file] if input_file is not None else [])]
+    if not paths:
         fail("name a file of requests: warmpath infer FILE")
-    if output_file is not None and len(inputs) > 1:
+    if output_file is not None and len(paths) > 1:
         fail("--output-file is for one input; each of several gets a file beside it")
-    asked = [_read(path, output_file) for path in inputs]
-    for file in asked[: len(asked) if len(asked) > 1 else 0]:
-        file.told = f"{file.path.name} "
+    inputs = [_read(path, output_file) for path in paths]
+    for file in inputs[: len(inputs) if len(inputs) > 1 else 0]:
+        file.prefix = f"{file.path.name} "
     try:
-        with _Results(asked, debug=debug) as results:
+        with _Results(inputs, debug=debug) as results:
             if url is not None:
                 base = url.rstrip("/")
-                asyncio.run(_remotely(base, api_key, model, asked, results.take, keep_order=keep_order, debug=debug))
+                asyncio.run(_remotely(base, api_key, model, inputs, results.take, keep_order=keep_order, debug=debug))
             else:
                 given = model, revision, config, setting or []
-                _here(asked, results.take, *given, keep_order=keep_order, debug=debug)
-        _report(asked, profile_file)
+                _here(inputs, results.take, *given, keep_order=keep_order, debug=debug)
+        _report(inputs, profile_file)
     except OSError as error:
         fail(f"{error.filename}: {unread(error)}" if error.filename else unread(error))
     except ValueError as error:
@@ -125,9 +125,9 @@ class _Results:
                 self._outputs[at] = self._open.enter_context(file.output.open("w"))
             print(json.dumps(answered.line, ensure_ascii=False), file=self._outputs[at], flush=True)
         if answered.warning:
-            logger.warning("%s%s: %s", file.told, answered.line["custom_id"], answered.warning)
+            logger.warning("%s%s: %s", file.prefix, answered.line["custom_id"], answered.warning)
         if self._debug and answered.ok:
-            console.print(harmless(file.told + answered.debug_line()), soft_wrap=True)
+            console.print(harmless(file.prefix + answered.debug_line()), soft_wrap=True)
         self._progress.advance(self._bar)
 
 
@@ -151,7 +151,7 @@ Take = Callable[[int, int, "AnsweredLine"], None]
 
 
 def _here(
-    asked: list[_File],
+    inputs: list[_File],
     take: Take,
     model: str | None,
     revision: str | None,
@@ -169,7 +169,7 @@ def _here(
     from serve_app.infer.run import InferJob, run_batch
 
     adapters: dict[str, Path] = {}
-    for file in asked:
+    for file in inputs:
         for name, path in (file.edge.adapters if file.edge is not None else {}).items():
             if adapters.setdefault(name, path) != path:
                 raise ValueError(f"two files give the adapter {name!r} different paths; answer them one by one")
@@ -177,10 +177,10 @@ def _here(
     settings = load_settings(config, setting, model=model, **flags)
     if settings.models:  # --model names one of them
         settings = load_settings(config, setting, **flags)
-    answering = _by_model(settings, model if settings.models else None, asked)
+    answering = _by_model(settings, model if settings.models else None, inputs)
     for name, numbers in answering.items():
         one = settings.served()[name]
-        edge = any(file.edge is not None for file, some in zip(asked, numbers, strict=True) if some)
+        edge = any(file.edge is not None for file, some in zip(inputs, numbers, strict=True) if some)
         if edge and adapters:
             one = one.model_copy(update={"lora_adapters": {**one.lora_adapters, **adapters}})
         if edge and "default_max_tokens" not in one.model_fields_set:
@@ -194,7 +194,7 @@ def _here(
                 most if file.edge is None else min(most, file.edge.batch_size),
                 file.edge is not None,
             )
-            for file, some in zip(asked, numbers, strict=True)
+            for file, some in zip(inputs, numbers, strict=True)
         ]
         if settings.models:
             console.print(harmless(f"{name} answers {sum(map(len, numbers))} requests"))
@@ -205,7 +205,7 @@ def _here(
         asyncio.run(run_batch(one, info, jobs, tell, keep_order=keep_order, explains=debug))
 
 
-def _by_model(settings: "AppConfig", default: str | None, asked: list[_File]) -> dict[str, list[list[int]]]:
+def _by_model(settings: "AppConfig", default: str | None, inputs: list[_File]) -> dict[str, list[list[int]]]:
     """Return by served model, in the order of the settings, the numbers of the requests of each file that it answers.
 
     A request's own `model` chooses; any other goes to ``default``, or to the first one. Aliases become the names that
@@ -221,20 +221,20 @@ def _by_model(settings: "AppConfig", default: str | None, asked: list[_File]) ->
         if default not in owners:
             raise ValueError(f"--model {default}: the settings have `models`; name one of them: {', '.join(owners)}")
         first = owners[default]
-    found: dict[str, list[list[int]]] = {name: [[] for _ in asked] for name in served}
-    for at, file in enumerate(asked):
+    numbers: dict[str, list[list[int]]] = {name: [[] for _ in inputs] for name in served}
+    for at, file in enumerate(inputs):
         for number, request in enumerate(file.requests):
             given = request.body.get("model")
             name = given if isinstance(given, str) else default or first
             name = settings.aliases.get(name, name)
             if isinstance(given, str) or (given is None and name != first):
                 request.body["model"] = name
-            found[owners.get(name, first)][at].append(number)
-    return {name: numbers for name, numbers in found.items() if any(numbers)}
+            numbers[owners.get(name, first)][at].append(number)
+    return {name: some for name, some in numbers.items() if any(some)}
 
 
 async def _remotely(
-    url: str, api_key: str, model: str | None, asked: list[_File], take: Take, *, keep_order: bool, debug: bool
+    url: str, api_key: str, model: str | None, inputs: list[_File], take: Take, *, keep_order: bool, debug: bool
 ) -> None:
     """Answer the files by a running server. Raises ServerUnusable."""
     import httpx
@@ -245,10 +245,10 @@ async def _remotely(
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
-        adapters = {name: path for file in asked if file.edge is not None for name, path in file.edge.adapters.items()}
+        adapters = {name: path for file in inputs if file.edge is not None for name, path in file.edge.adapters.items()}
         served = await open_server(client, adapters)
         remote = RemoteBatch(client, model or served, explains=debug)
-        for at, file in enumerate(asked):
+        for at, file in enumerate(inputs):
             if file.edge is not None:
                 for request in file.requests:
                     request.body.setdefault("max_tokens", DEFAULT_MAX_GENERATE_LENGTH)
@@ -260,12 +260,12 @@ async def _remotely(
             await run_job(InferJob(file.requests, at_once), answer, keep_order=keep_order)
 
 
-def _report(asked: list[_File], profile_file: Path | None) -> None:
+def _report(inputs: list[_File], profile_file: Path | None) -> None:
     """Write the profile, tell what was reused and what failed; exit with 1 if a request failed."""
     from serve_app.infer.answered import profile
     from serve_app.infer.edge_file import error_of
 
-    answered = [file.answered[number] for file in asked for number in sorted(file.answered)]
+    answered = [file.answered[number] for file in inputs for number in sorted(file.answered)]
     if profile_file is not None:
         profile_file.write_text(json.dumps(profile(answered), ensure_ascii=False, indent=2) + "\n")
     done = [one for one in answered if one.ok]
@@ -274,13 +274,13 @@ def _report(asked: list[_File], profile_file: Path | None) -> None:
     console.print(
         f"{len(done)} of {len(answered)} requests answered; prompt tokens: {cached} reused, {computed} computed"
     )
-    for file in asked:
+    for file in inputs:
         for one in file.answered.values():
             if not one.ok:
                 body = one.line["response"]["body"]
                 said = error_of(body) if file.edge is not None else body["error"]["message"]
                 console.print(
-                    harmless(f"failed: {file.told}{one.line['custom_id']}: {said}"), style="red", soft_wrap=True
+                    harmless(f"failed: {file.prefix}{one.line['custom_id']}: {said}"), style="red", soft_wrap=True
                 )
     if len(done) < len(answered):
         raise typer.Exit(1)

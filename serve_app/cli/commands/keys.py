@@ -137,7 +137,7 @@ def _show(key: dict[str, Any]) -> None:
     print("  ".join([key["id"], key["tenant"], key["source"], key["state"], *told]))
 
 
-def _moment(text: str, told: str = "--expires") -> str:
+def _moment(text: str, flag: str = "--expires") -> str:
     """Return a time, or the end of a duration from now, in RFC 3339 with UTC and whole seconds."""
     from pydantic import AwareDatetime, TypeAdapter, ValidationError
 
@@ -149,7 +149,7 @@ def _moment(text: str, told: str = "--expires") -> str:
         try:
             moment = TypeAdapter[datetime](AwareDatetime).validate_python(text)
         except ValidationError:
-            fail(f"{told} takes a duration such as 90d, or a moment with its time zone: 2027-01-31T00:00:00Z")
+            fail(f"{flag} takes a duration such as 90d, or a moment with its time zone: 2027-01-31T00:00:00Z")
     if moment <= datetime.now(UTC):
-        fail(f"{told} must lie in the future")
+        fail(f"{flag} must lie in the future")
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

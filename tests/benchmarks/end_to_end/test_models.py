@@ -52,7 +52,7 @@ def test_the_control_starts_processes_until_they_took_the_cpu(monkeypatch: pytes
 
 def test_failures_are_told_and_do_not_count_as_times() -> None:
     shot, answer = Shot(0.0, "/", {}), TimedAnswer(0.1, 0.4, "", 1, 0, 1)
-    found = models.told([Result(shot, 0.0, answer), Result(shot, 0.0, None, 503, "busy " + "x" * 900)])
+    found = models.figures_of([Result(shot, 0.0, answer), Result(shot, 0.0, None, 503, "busy " + "x" * 900)])
     assert (found["requests"], len(found["failed"]), len(found["failed"][0])) == (2, 1, 200)
     assert found["answer_s"]["p99"] == pytest.approx(0.4) and found["ttft_s"]["p99"] == pytest.approx(0.1)
 

@@ -40,25 +40,25 @@ def test_a_row_is_written_when_it_is_known_and_a_failed_one_costs_no_other(made:
     def fails() -> Any:
         raise BenchmarkError("no server")
 
-    made._row("first_token", fails)
+    made.row("first_token", fails)
     assert rows_of(made, tmp_path)["first_token"]["not_measured"] == "no server"
-    made._row("first_token", lambda: ({"x": 1}, "again"))
-    made._row("request", lambda: ({"x": 1}, "nobody asked"))
-    made._row("kill", lambda: ({"x": 2}, "Two."))
+    made.row("first_token", lambda: ({"x": 1}, "again"))
+    made.row("request", lambda: ({"x": 1}, "nobody asked"))
+    made.row("kill", lambda: ({"x": 2}, "Two."))
     rows = rows_of(made, tmp_path)
     assert rows.keys() == {"first_token", "kill"}
     assert (rows["kill"]["figures"], rows["kill"]["said"]) == ({"x": 2}, "Two.")
 
 
 def test_a_row_that_hangs_is_cut_and_sigterm_is_no_failed_row(made: Run, tmp_path: Path) -> None:
-    made._row("first_token", lambda: threading.Event().wait(), most_s=0.05)  # type: ignore[arg-type,return-value]
+    made.row("first_token", lambda: threading.Event().wait(), most_s=0.05)  # type: ignore[arg-type,return-value]
     assert "it took longer than 0 s" in rows_of(made, tmp_path)["first_token"]["not_measured"]
 
     def ended() -> Any:
         raise SystemExit(143)
 
     with pytest.raises(SystemExit) as left:
-        made._row("kill", ended)
+        made.row("kill", ended)
     assert not isinstance(left.value, Cut)
     assert "kill" not in rows_of(made, tmp_path)
 
@@ -104,7 +104,7 @@ def test_written_weights_are_those_of_the_config(tmp_path: Path) -> None:
 def test_two_engines_fit_on_the_card_and_have_the_same_sizes() -> None:
     shape = SHAPES["llama-8b"]
     kv = H100.kv_bytes(shape)
-    assert 2 * (kv + 16.06e9 + systems._RESERVED_BYTES) < H100.total_bytes
+    assert 2 * (kv + 16.06e9 + systems.RESERVED_BYTES) < H100.total_bytes
     assert kv // shape.kv_token_bytes > 100_000
     flags = vllm_flags(shape, H100)
     assert flags[flags.index("--kv-cache-memory-bytes") + 1] == str(kv)
@@ -139,8 +139,8 @@ vllm:spec_decode_num_accepted_tokens_total{engine="0"} 3.0
 """
     for text in (ours, theirs):
         monkeypatch.setattr(Target, "metrics", lambda _, text=text: text)
-        assert models._blocks(text) == (30, 100)
-        assert models._drafted(Target("", {}, "")) == (12, 3)
+        assert models.blocks_in_use(text) == (30, 100)
+        assert models.drafted(Target("", {}, "")) == (12, 3)
 
 
 def test_without_a_gpu_or_vllm_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

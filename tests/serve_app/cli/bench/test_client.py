@@ -30,7 +30,7 @@ def answer_of(*events: dict[str, Any] | str) -> TimedAnswer:
 def test_usage_may_be_told_in_part_or_not_at_all(details: dict[str, Any]) -> None:
     """Answers without cached tokens are left out of the hit rate of the others."""
     silent = answer_of(*TEXT, {"choices": [], "usage": {**USAGE, **details}}, "[DONE]")
-    assert not silent.cached_told and silent.completion_tokens == 5
+    assert not silent.reports_cached and silent.completion_tokens == 5
     assert hit_rate([silent]) == UNKNOWN
     cached = {"prompt_tokens_details": {"cached_tokens": 4}}
     told = answer_of(*TEXT, {"choices": [], "usage": {**USAGE, **cached}}, "[DONE]")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve_app.cli.checks.finding import Look
-from serve_app.cli.checks.workers import told_by_workers, workers
+from serve_app.cli.checks.workers import settings_by_workers, workers
 from serve_app.config.app import AppConfig
 from tests.harness.worker_double import doubles
 
@@ -24,7 +24,7 @@ def test_each_of_several_models_follows_from_its_own_workers(tmp_path: Path) -> 
                 {"model": "demo", "engine": "simulated"},
             ],
         )
-        told = told_by_workers(settings)
+        told = settings_by_workers(settings)
         assert [entry.get("replicas") for entry in told["models"]] == [2, 2, None]
         served = AppConfig(engine="remote", **told).served()
         unfit = [finding.sentence for finding in workers(Look("here", settings.served()["other"]))][-1]
@@ -36,8 +36,8 @@ def test_each_of_several_models_follows_from_its_own_workers(tmp_path: Path) -> 
     }
     assert served["large"].max_model_len == 4096
     with pytest.raises(ValueError, match=f"no worker can serve: {small.url} does not answer"):
-        told_by_workers(AppConfig(engine="remote", workers=[small.entry]))
-    assert told_by_workers(AppConfig(models=[{"model": "demo"}])) == {}
+        settings_by_workers(AppConfig(engine="remote", workers=[small.entry]))
+    assert settings_by_workers(AppConfig(models=[{"model": "demo"}])) == {}
 
 
 def test_each_server_that_is_unfit_or_cannot_be_followed_is_told_in_a_sentence_at_the_start(
@@ -57,7 +57,7 @@ def test_each_server_that_is_unfit_or_cannot_be_followed_is_told_in_a_sentence_a
         given = ({"tokenizer": tokenizer, **options} for options in unlike)
         servers = [stack.enter_context(doubles(1, **options))[0] for options in given]
         settings = AppConfig(engine="remote", model="demo", workers=[server.entry for server in servers])
-        settings = settings.model_copy(update=told_by_workers(settings))
+        settings = settings.model_copy(update=settings_by_workers(settings))
         found = [finding for finding in workers(Look("start", settings)) if finding.state != "ok"]
     assert settings.block_size == 16
     assert [(finding.subject, finding.state, finding.sentence) for finding in found] == [

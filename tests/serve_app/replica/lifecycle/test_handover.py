@@ -97,7 +97,7 @@ def test_the_hottest_goes_first_and_evicts_only_colder_blocks() -> None:
     now_s = [0.0]
     peer, leaving = make_engine(10), make_engine()
     for made in (peer, leaving):
-        made.cache.clock = made.cache.quota.clock = made.transfer.clock = lambda: now_s[0]
+        made.cache._clock = made.cache.quota.clock = made.transfer.clock = lambda: now_s[0]
     fill(peer, [5] * 20)
     now_s[0] += 5 * HEAT_MEMORY_S
     fill(peer, [6] * 20)
@@ -129,7 +129,7 @@ def test_a_save_stays_a_save_with_its_owner_and_its_time() -> None:
             b"with an end": ("a", 5, 100.0),
             b"without": ("b", 10, None),
         }
-        assert 60.0 < pins[b"with an end"].expires_s - target.cache.clock() <= 70.0
+        assert 60.0 < pins[b"with an end"].expires_s - target.cache._clock() <= 70.0
         assert pins[b"without"].expires_s == math.inf
 
 
