@@ -22,8 +22,8 @@ from router.vllm_events.batches import (
     MalformedBatch,
     decode_batch,
 )
+from router.vllm_events.order import BatchOrder
 from router.vllm_events.pool import FollowedPool, UnsupportedEvents
-from router.vllm_events.subscriber import EventSubscriber
 from tests.conformance.kv_events.laws import Checker
 from tests.router.vllm_events.pool_model import (
     OTHER,
@@ -49,17 +49,17 @@ SCOPES = (
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
-class Line(EventSubscriber):
-    """A subscriber that catches up from ``published``, not from a socket. ``forgot``: whether batches were lost."""
+class Line(BatchOrder):
+    """Catches up from ``published``. ``forgot``: whether batches were lost."""
 
     published: list[bytes]
     forgot = False
 
-    def _catch_up(self, context: Any) -> None:
+    def catch_up(self) -> None:
         first = max(0, len(self.published) - KEPT)
-        self.forgot |= first > self._expected
+        self.forgot |= first > self.expected
         for number in range(first, len(self.published)):
-            self._take(number, self.published[number])
+            self.take(number, self.published[number])
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = PoolModel(BLOCKS, SIZE, self.lookahead)
         self.held = FollowedPool(SIZE, BLOCKS)
-        self.line = Line("", "", self.held, self.tell)
+        self.line = Line(self.held, self.tell)
         self.line.published = []
         self.checker = Checker(BLOCKS)
         self.on_the_way: list[tuple[int, bytes]] = []
@@ -125,7 +125,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(batches=st.integers(1, 4))
     def hear(self, batches: int) -> None:
         for _ in range(min(batches, len(self.on_the_way))):
-            self.line._hear(*self.on_the_way.pop(0), None)  # type: ignore[arg-type]
+            self.line.hear(*self.on_the_way.pop(0))
 
     @rule()
     def reset(self) -> None:
@@ -142,8 +142,8 @@ class PoolMachine(RuleBasedStateMachine):
         """After a silence the subscriber asks the engine, and then nothing is missing."""
         self.step(lost=True)
         self.hear(len(self.on_the_way))
-        self.line._catch_up(None)
-        assert self.line._expected == len(self.line.published)
+        self.line.catch_up()
+        assert self.line.expected == len(self.line.published)
         if self.line.forgot:
             assert self.routers.held() <= self.pool.held()
         else:
@@ -216,7 +216,7 @@ class FarMachine(PoolMachine):
     def catch_up(self) -> None:
         self.step(lost=True)
         self.hear(len(self.on_the_way))
-        self.line._catch_up(None)
+        self.line.catch_up()
         assert self.routers.held() <= self.pool.held()
         if not (self.line.forgot or self.doubled):
             assert self.routers.held() == self.pool.held()

@@ -15,8 +15,9 @@ import zmq
 from router.background import LOOPS
 from router.protocol.events import BlocksStored, CacheCleared, Event
 from router.vllm_events.batches import AllBlocksCleared, BlockRemoved, BlockStored
+from router.vllm_events.order import COMPLAIN_S, BatchOrder
 from router.vllm_events.pool import FollowedPool
-from router.vllm_events.subscriber import COMPLAIN_S, REPLAY_S, EventSubscriber
+from router.vllm_events.subscriber import REPLAY_S, EventSubscriber
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from tests.harness.eventually import eventually
 from tests.router.vllm_events.pool_model import Publisher, Routers, chain, encode, frame_of, stored
@@ -125,10 +126,10 @@ def test_unreadable_or_undeliverable_events_do_not_end_the_listening(endpoints: 
     subscriber = EventSubscriber(endpoints.publish, endpoints.replay, FollowedPool(2, 100), sink)
     for number, payload in enumerate((encode([block(1)]), b"junk", encode([block(2)]))):
         assert not subscriber.cleared.is_set() or number == 2
-        subscriber._take(number, payload)
+        subscriber.take(number, payload)
     assert calls == [[BlocksStored(ours(1))], [CacheCleared()], [BlocksStored(ours(2))]]
     subscriber.cleared.clear()
-    subscriber._take(3, encode([AllBlocksCleared(), block(2)]))
+    subscriber.take(3, encode([AllBlocksCleared(), block(2)]))
     assert subscriber.cleared.is_set()
 
 
@@ -137,9 +138,9 @@ def test_it_ends_while_a_question_is_unanswered(endpoints: EventEndpoints) -> No
     asked = threading.Event()
 
     class Asking(EventSubscriber):
-        def _catch_up(self, context: Any) -> None:
+        def catch_up(self) -> None:
             asked.set()
-            super()._catch_up(context)
+            super().catch_up()
 
     listener = Asking(endpoints.publish, endpoints.replay, FollowedPool(2, 8), lambda _: None)
     listener.start()
@@ -214,16 +215,16 @@ def test_a_number_may_be_followed_by_the_name_of_the_process(
         engine.stop()
 
 
-class Line(EventSubscriber):
-    """A subscriber whose engine resends what ``kept`` has."""
+class Line(BatchOrder):
+    """Follows an engine that resends what ``kept`` has."""
 
     def __init__(self, routers: Callable[[Sequence[Event]], None], **more: Any) -> None:
-        super().__init__("", "", FollowedPool(2, 100, far=bool(more.get("far"))), routers, **more)
+        super().__init__(FollowedPool(2, 100, far=bool(more.get("far"))), routers, **more)
         self.kept: dict[int, bytes] = {}
 
-    def _catch_up(self, context: Any) -> None:
-        for number in range(max(0, self._expected), max(self.kept, default=-1) + 1):
-            self._take(number, self.kept[number])
+    def catch_up(self) -> None:
+        for number in range(max(0, self.expected), max(self.kept, default=-1) + 1):
+            self.take(number, self.kept[number])
 
 
 BEATS = [b"", encode([]), b"\x92\xcb?\xf0\x00\x00\x00\x00\x00\x00\x90"]
@@ -235,16 +236,16 @@ def test_a_sign_of_life_has_no_events_and_reveals_what_was_lost(beat: bytes, cou
     """Whether it uses a number up (``counts``) or repeats the last or next one: nothing is forgotten or missed."""
     line = Line(routers, far=True)
     line.kept = {number: encode([block(number)]) for number in range(3)}
-    line._hear(0, line.kept[0], None)  # type: ignore[arg-type]
+    line.hear(0, line.kept[0])
     for _ in range(3):
-        line._hear(0, beat, None)  # type: ignore[arg-type]
+        line.hear(0, beat)
     assert (routers.held(), line.batches) == ({ours(0)}, 1)
-    line._hear(3, beat, None)  # type: ignore[arg-type]
+    line.hear(3, beat)
     assert routers.held() == {ours(0), ours(1), ours(2)}, "those that were lost"
     following = 4 if counts else 3
-    line._hear(following, encode([block(5)]), None)  # type: ignore[arg-type]
-    line._hear(following, encode([block(6)]), None)  # type: ignore[arg-type]
-    line._hear(following + 1, encode([block(7)]), None)  # type: ignore[arg-type]
+    line.hear(following, encode([block(5)]))
+    line.hear(following, encode([block(6)]))
+    line.hear(following + 1, encode([block(7)]))
     assert {ours(0), ours(1), ours(2), ours(5), ours(7)} <= routers.held()
     assert line.batches == 5
 
@@ -258,11 +259,11 @@ def test_a_listener_that_fails_says_so_and_begins_anew(
     class Failing(EventSubscriber):
         left = 3
 
-        def _received(self, frames: Sequence[bytes], context: Any) -> None:
+        def received(self, frames: Sequence[bytes]) -> None:
             if self.left:
                 self.left -= 1
                 raise RuntimeError
-            super()._received(frames, context)
+            super().received(frames)
 
         def _deliver(self, events: Sequence[Event]) -> None:
             said.append((self.failed, self.connected))
@@ -297,25 +298,25 @@ def test_a_batch_that_fails_is_forgotten_with_all_blocks_and_the_next_one_counts
             return super().translate(batch)
 
     pool = Pool(2, 100)
-    line = EventSubscriber("", "", pool, routers)
+    line = BatchOrder(pool, routers)
     for number, fails in enumerate((False, True, False)):
         pool.fails = fails
-        line._take(number, encode([block(number)]))
+        line.take(number, encode([block(number)]))
     assert routers.held() == {ours(2)}
 
 
 def test_unsupported_events_of_a_server_elsewhere_are_heard_again_once_it_connects_anew(routers: Routers) -> None:
     """Another process may listen there then."""
     line = Line(routers, far=True)
-    line._turned(True, None)  # type: ignore[arg-type]
-    line._hear(0, encode([block(1)]), None)  # type: ignore[arg-type]
-    line._hear(1, encode([block(2)], rank=3), None)  # type: ignore[arg-type]
+    line.turned(True)
+    line.hear(0, encode([block(1)]))
+    line.hear(1, encode([block(2)], rank=3))
     assert "data parallel ranks 0 and 3" in line.unsupported
-    line._hear(2, encode([block(3)]), None)  # type: ignore[arg-type]
+    line.hear(2, encode([block(3)]))
     assert routers.held() == set()
-    line._turned(False, None)  # type: ignore[arg-type]
-    line._turned(True, None)  # type: ignore[arg-type]
-    line._hear(0, encode([block(4)], rank=3), None)  # type: ignore[arg-type]
+    line.turned(False)
+    line.turned(True)
+    line.hear(0, encode([block(4)], rank=3))
     assert (line.unsupported, routers.held()) == ("", {ours(4)})
 
 
@@ -339,9 +340,9 @@ def test_a_replay_without_an_end_ends_in_time(endpoints: EventEndpoints, routers
     line = EventSubscriber(
         endpoints.publish, endpoints.replay, FollowedPool(2, 500), routers, far=True, clock=lambda: float(next(ticks))
     )
-    line._catch_up(context)
+    line.request_missed(context)
     over.set()
-    assert (line.resent, line._resends) == (False, False)
+    assert (line.resent, line.resends) == (False, False)
     assert 1 <= line.batches <= REPLAY_S
     flooding.join()
     context.destroy(linger=0)
@@ -350,9 +351,9 @@ def test_a_replay_without_an_end_ends_in_time(endpoints: EventEndpoints, routers
 @pytest.mark.parametrize("factor", [0.5, 0.99, 1.0, 2.0, 1000.0])
 def test_bad_batches_are_told_once_a_minute(factor: float, routers: Routers, caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
-    line = EventSubscriber("", "", FollowedPool(2, 100), routers, far=True, clock=lambda: now_s)
+    line = BatchOrder(FollowedPool(2, 100), routers, far=True, clock=lambda: now_s)
     for number in range(50):
-        line._take(number, b"junk")
+        line.take(number, b"junk")
     now_s = COMPLAIN_S * factor
-    line._take(50, b"junk")
+    line.take(50, b"junk")
     assert caplog.text.count("cannot be read") == 1 + (factor >= 1)
