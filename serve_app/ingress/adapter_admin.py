@@ -77,13 +77,13 @@ class AdapterAdmin:
         If a replica cannot serve it, or another request was faster, no replica keeps it.
         """
         self._require_allowed()
-        wanted = LoadAdapterBody.parse(body)
-        require_none(wanted.unknown())  # a misspelt `tenants` would offer it to all
-        name, path = wanted.lora_name, wanted.lora_path
+        fields = LoadAdapterBody.parse(body)
+        require_none(fields.unknown())  # a misspelt `tenants` would offer it to all
+        name, path = fields.lora_name, fields.lora_path
         if name is None or path is None:
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
         named = {name_of(tenant.name): tenant.name for tenant in self.config.tenants}
-        if unknown := sorted(set(wanted.tenants) - named.keys()):
+        if unknown := sorted(set(fields.tenants) - named.keys()):
             raise InvalidRequest(f"There is no tenant {unknown[0][:64]!r}.", param="tenants")
         if name == self.config.model_name:
             raise InvalidRequest(f"{name!r} is the base model's name; choose another.", param="lora_name")
@@ -92,7 +92,7 @@ class AdapterAdmin:
         where = self._confined(path)
         async with self._one_at_a_time:
             before = self.registry.get(name)
-            if before is not None and not wanted.load_inplace:
+            if before is not None and not fields.load_inplace:
                 raise InvalidRequest(
                     f"The lora adapter '{name}' has already been loaded. To replace it, set 'load_inplace' to true.",
                     param="lora_name",
@@ -103,8 +103,8 @@ class AdapterAdmin:
                 inside = "" if self.config.lora_root is None else ", as lora_path starts in lora_root"
                 message = f"The adapter cannot be loaded from {str(where)[:MAX_PATH_CHARS]}{inside}: {error}."
                 raise InvalidRequest(message, param="lora_path") from error
-            tenants = tuple(named[tenant] for tenant in wanted.tenants)
-            if before is not None and "tenants" not in wanted.model_fields_set:
+            tenants = tuple(named[tenant] for tenant in fields.tenants)
+            if before is not None and "tenants" not in fields.model_fields_set:
                 tenants = before.tenants
             entry = self.registry.next_entry(name, spec, tenants)
             problems = [problem for problem in await self.tell_replicas("load_adapter", entry) if problem]
@@ -124,9 +124,9 @@ class AdapterAdmin:
     async def unload(self, body: bytes) -> str:
         """Unload ``lora_name``; running requests finish with it. Raises InvalidRequest and NotFound."""
         self._require_allowed()
-        wanted = UnloadAdapterBody.parse(body)
-        require_none(wanted.unknown())
-        name = wanted.lora_name
+        fields = UnloadAdapterBody.parse(body)
+        require_none(fields.unknown())
+        name = fields.lora_name
         if name is None:
             raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
         async with self._one_at_a_time:

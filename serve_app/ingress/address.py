@@ -108,7 +108,7 @@ class Address(Shared):
 
     # Which model is meant.
 
-    def asked(self, request: Request) -> Model:
+    def of_query(self, request: Request) -> Model:
         """Return the model of a request's query (``?model=``), else the caller's first one.
 
         Raises ModelNotFound for one that the caller may not use, AuthenticationFailed, and Overloaded.
@@ -122,12 +122,12 @@ class Address(Shared):
             return self.first
         return self._first_of(tenant)
 
-    def asked_alone(self, request: Request) -> Model:
+    def of_query_alone(self, request: Request) -> Model:
         """Return the model of a request's query, which must name it if there are several. Raises InvalidRequest."""
         if self.several and "model" not in request.query_params:
             names = ", ".join(self.models)
             raise InvalidRequest(f"Name the model in the URL: ?model=NAME, one of {names}.", param="model")
-        return self.asked(request)
+        return self.of_query(request)
 
     def explained(self, name: str | None, tenant: Tenant | None) -> Model:
         """Return the model of a tenant's request to explain; without a name, or a tenant, its first one."""

@@ -61,8 +61,8 @@ class EventStream(StreamResponse):
     """An answer as server-sent events, written directly to the connection; ``opening``: its first piece."""
 
     def __init__(self, answer: Answer, opening: Piece, lifeline: Lifeline | None) -> None:
-        self._told = _headers(answer, opening.first.save if opening.first is not None else None)
-        super().__init__(self._told)
+        self._own = _headers(answer, opening.first.save if opening.first is not None else None)
+        super().__init__(self._own)
         self._answer = answer
         self._opening = opening
         self._lifeline = lifeline
@@ -74,7 +74,7 @@ class EventStream(StreamResponse):
         status = self.status_code
         try:
             async with until_disconnect(Request(scope, receive)):
-                await lifeline.begin(self, self._told, send)
+                await lifeline.begin(self, self._own, send)
                 last = await self._events(stream, lifeline.connection)
                 lifeline.close()
                 # A client that stopped reading may have reached its deadline: it gets a little more time for this.
@@ -139,8 +139,8 @@ class EventStream(StreamResponse):
 
 async def whole(answer: Answer) -> Response:
     """Return an answer as one body. Raises a ``WarmpathError``."""
-    meter, wanted = answer.meter, answer.meter.request
-    choices = [WholeChoice(tells_logprobs=wanted.logprobs is not None) for _ in meter.generations]
+    meter, request = answer.meter, answer.meter.request
+    choices = [WholeChoice(tells_logprobs=request.logprobs is not None) for _ in meter.generations]
     async with answer, answer.deadline.limit():
         async for piece in answer.pieces:
             meter.add(piece)
@@ -153,7 +153,7 @@ async def whole(answer: Answer) -> Response:
         return json_response(body, headers=_headers(answer, meter.usage.save))
 
     # Those of long prompts take too long for the event loop.
-    made = response() if wanted.told_prompt is None else await asyncio.to_thread(response)
+    made = response() if request.told_prompt is None else await asyncio.to_thread(response)
     if isinstance(answer.format, Conversation):
         await answer.format.keep()
     return made
@@ -177,14 +177,14 @@ def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
     meter = answer.meter
     unmet = save_warning(save, meter.usage.asked_by), meter.generations[0].warning
     told = {"x-warmpath-prompt": meter.generations[0].prompt_ref, ADVICE: meter.advice()}
-    return {**_told(told), **request_headers(meter.request, answer.head.note, *unmet)}
+    return {**_nonempty(told), **request_headers(meter.request, answer.head.note, *unmet)}
 
 
-def request_headers(wanted: GenerateRequest, note: str = "", *unmet: str) -> dict[str, str]:
+def request_headers(request: GenerateRequest, note: str = "", *unmet: str) -> dict[str, str]:
     """Return headers with a warning for each unmet wish, ``note`` among them, and the rules for the prompt."""
-    warnings = filter(None, (*unmet, ignored_fields(wanted.unknown), note))
-    return _told({PROMPT_RULES: ", ".join(wanted.prompt_rules), WARNING: "; ".join(warnings)})
+    warnings = filter(None, (*unmet, ignored_fields(request.unknown), note))
+    return _nonempty({PROMPT_RULES: ", ".join(request.prompt_rules), WARNING: "; ".join(warnings)})
 
 
-def _told(headers: dict[str, str]) -> dict[str, str]:
+def _nonempty(headers: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if value}

@@ -73,16 +73,16 @@ def _renamed(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
 R = TypeVar("R", bound=RequestFields)
 
 
-def with_session(wanted: R, headers: Mapping[str, str]) -> R:
+def with_session(request: R, headers: Mapping[str, str]) -> R:
     """Return a request with what its headers say of its session. ``headers``: with names in lower case."""
     session, parent = _word(headers, _SESSIONS), _word(headers, _PARENTS)
     if session and (agent := _word(headers, (_AGENT,))):
         above = _word(headers, (_PARENT_AGENT,))
         session, parent = f"{session}/{agent}", parent or (f"{session}/{above}" if above else session)
-    final = wanted.final or is_true(headers.get(_FINAL))
-    if not session and not parent and final == wanted.final:
-        return wanted
-    return replace(wanted, session=session or wanted.session, parent=parent or wanted.parent, final=final)
+    final = request.final or is_true(headers.get(_FINAL))
+    if not session and not parent and final == request.final:
+        return request
+    return replace(request, session=session or request.session, parent=parent or request.parent, final=final)
 
 
 def _word(headers: Mapping[str, str], names: Iterable[str]) -> str:
@@ -160,8 +160,8 @@ def connection_of(scope: Scope, send: Send) -> Connection:
 def arrived_s(scope: Scope) -> float:
     """Return when a request reached this process, by ``time.perf_counter``; now if that is not known."""
     outermost = scope.get(_CONNECTION)
-    known = outermost.arrived_s if isinstance(outermost, _Outermost) else None
-    return time.perf_counter() if known is None else known
+    arrival = outermost.arrived_s if isinstance(outermost, _Outermost) else None
+    return time.perf_counter() if arrival is None else arrival
 
 
 def until_closed(send: Send) -> Send:

@@ -90,10 +90,10 @@ class Conversation(ResponsesFormat):
 
     def parse(self, _: bytes) -> ChatRequest:
         """Return the request with its earlier conversation. Raises InvalidRequest."""
-        wanted = self._body.request(None if self._stored is None else self._earlier, self._items)
-        if wanted.repeated["store"]:
+        request = self._body.request(None if self._stored is None else self._earlier, self._items)
+        if request.repeated["store"]:
             self._input = [*self._earlier, *stored_items(self._items)]
-        return wanted
+        return request
 
     async def keep(self) -> None:
         """Store the complete response; it is durable on return. Raises a ``WarmpathError``."""

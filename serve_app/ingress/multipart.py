@@ -64,12 +64,12 @@ class _Body:
 
     async def whole(self, mark: bytes, most: int) -> bytes:
         """Return the bytes before a mark, and skip it. Raises InvalidRequest for more than ``most``."""
-        found = bytearray()
+        data = bytearray()
         async for part in self.until(mark):
-            found += part
-            if len(found) > most:
+            data += part
+            if len(data) > most:
                 raise InvalidRequest(f"A part of the form is longer than {most} bytes.")
-        return bytes(found)
+        return bytes(data)
 
     async def _more(self) -> None:
         part = await anext(self._parts, None)

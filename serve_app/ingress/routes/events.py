@@ -96,7 +96,7 @@ async def events(request: Request, address: Front) -> Response:
         address.guard.tenant(request)  # stored for the counters
         if address.several and not address.cards(request):
             raise ModelNotFound("This key has no models here (GET /v1/models).", param="model")
-    live = address.asked(request).live
+    live = address.of_query(request).live
     once = request.query_params.get("once", "false")
     if once not in ("true", "false"):
         raise InvalidRequest("once must be true or false.", param="once")

@@ -24,7 +24,7 @@ MESSAGES_PATH = "/v1/messages"
 @guarded("chat")
 async def chat_completions(request: Request, address: Front) -> Response:
     """OpenAI's chat completions."""
-    parse = functools.partial(parse_chat, model=address.asked(request).name)
+    parse = functools.partial(parse_chat, model=address.of_query(request).name)
     return await generate(address, request, address.guard.tenant(request), parse, CHAT)
 
 
@@ -32,7 +32,7 @@ async def chat_completions(request: Request, address: Front) -> Response:
 @guarded("completions")
 async def completions(request: Request, address: Front) -> Response:
     """OpenAI's (legacy) completions."""
-    parse = functools.partial(parse_completion, model=address.asked(request).name)
+    parse = functools.partial(parse_completion, model=address.of_query(request).name)
     return await generate(address, request, address.guard.tenant(request), parse, COMPLETION)
 
 

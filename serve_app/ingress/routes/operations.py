@@ -29,14 +29,14 @@ router = APIRouter()
 @guarded("load_lora_adapter", operator=True)
 async def load_lora_adapter(request: Request, address: Front) -> Response:
     """Load an adapter on every replica and offer it under its name."""
-    return Response(await address.asked_alone(request).adapter_admin.load(await small_body(request, address)))
+    return Response(await address.of_query_alone(request).adapter_admin.load(await small_body(request, address)))
 
 
 @router.post("/v1/unload_lora_adapter", tags=["adapters"], **takes(UnloadAdapterBody))
 @guarded("unload_lora_adapter", operator=True)
 async def unload_lora_adapter(request: Request, address: Front) -> Response:
     """Stop serving an adapter; running requests finish with it."""
-    return Response(await address.asked_alone(request).adapter_admin.unload(await small_body(request, address)))
+    return Response(await address.of_query_alone(request).adapter_admin.unload(await small_body(request, address)))
 
 
 @router.get("/v1/prompts", tags=["prompts"])
@@ -45,21 +45,21 @@ async def prompts(request: Request, address: Front) -> Response:
     """Every prompt, its current version, and the requests, hit rate and times to first token of each version, with
     advice if caching it does not pay; ``?name=`` selects one.
     """
-    return json_response(await address.asked_alone(request).prompt_admin.status(request.query_params.get("name")))
+    return json_response(await address.of_query_alone(request).prompt_admin.status(request.query_params.get("name")))
 
 
 @router.post("/v1/prompts/warm", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_warm", operator=True)
 async def warm(request: Request, address: Front) -> Response:
     """Compute a version on the replicas that will serve it."""
-    return json_response(await address.asked_alone(request).prompt_admin.warm(await small_body(request, address)))
+    return json_response(await address.of_query_alone(request).prompt_admin.warm(await small_body(request, address)))
 
 
 @router.post("/v1/prompts/promote", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_promote", operator=True)
 async def promote(request: Request, address: Front) -> Response:
     """Warm a version, then switch the name to it."""
-    return json_response(await address.asked_alone(request).prompt_admin.promote(await small_body(request, address)))
+    return json_response(await address.of_query_alone(request).prompt_admin.promote(await small_body(request, address)))
 
 
 @router.post("/v1/prompts/cutover", tags=["prompts"], **takes(CutoverBody))
@@ -68,14 +68,18 @@ async def cutover(request: Request, address: Front) -> Response:
     """Warm a version, then switch a part of the name's conversations to it (`percent`): the same ones each time, and
     more of them with a higher `percent`.
     """
-    return json_response(await address.asked_alone(request).prompt_admin.cut_over(await small_body(request, address)))
+    return json_response(
+        await address.of_query_alone(request).prompt_admin.cut_over(await small_body(request, address))
+    )
 
 
 @router.post("/v1/prompts/rollback", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_rollback", operator=True)
 async def rollback(request: Request, address: Front) -> Response:
     """End a cut-over in part; else switch the name back to its previous version."""
-    return json_response(await address.asked_alone(request).prompt_admin.roll_back(await small_body(request, address)))
+    return json_response(
+        await address.of_query_alone(request).prompt_admin.roll_back(await small_body(request, address))
+    )
 
 
 @router.get("/v1/usage", tags=["usage"])
@@ -168,7 +172,7 @@ async def metrics(request: Request, address: Front) -> Response:
     if not address.guard.sees_all(request):
         samples = without_tenants(samples)
     if address.config.vllm_metrics:
-        samples += vllm_samples(samples, address.asked(request).name)
+        samples += vllm_samples(samples, address.of_query(request).name)
     return Response(render(samples), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -176,7 +180,7 @@ async def metrics(request: Request, address: Front) -> Response:
 @guarded("cache_state", operator=True)
 async def cache_state(request: Request, address: Front) -> Response:
     """The content of the caches, as this ingress' router sees it."""
-    return json_response(await documents.cache_state(address.asked(request)))
+    return json_response(await documents.cache_state(address.of_query(request)))
 
 
 @router.get("/v1/cache/sessions", tags=["operations"])
@@ -185,10 +189,10 @@ async def sessions(request: Request, address: Front) -> Response:
     """The most recently used sessions of all replicas; a tenant sees its own, and operators those of `?tenant=`."""
     if address.guard.sees_all(request):
         tenant = request.query_params.get("tenant")
-        asked = await address.asked(request).sessions.of(None if tenant is None else address.tenants.named(tenant))
+        asked = await address.of_query(request).sessions.of(None if tenant is None else address.tenants.named(tenant))
         return json_response({**asked, "viewer": "operator"})
     tenant = address.guard.tenant(request).name
-    return json_response(await address.asked(request).sessions.of(tenant))
+    return json_response(await address.of_query(request).sessions.of(tenant))
 
 
 @router.delete("/v1/sessions/{session}", tags=["operations"])
@@ -219,7 +223,7 @@ async def explain(request: Request, address: Front) -> Response:
 @guarded("reset_prefix_cache", operator=True)
 async def reset_prefix_cache(request: Request, address: Front) -> Response:
     """Drop every unused cached block on every replica, of one model or all (vLLM's path)."""
-    models = [address.asked(request)] if "model" in request.query_params else [*address.models.values()]
+    models = [address.of_query(request)] if "model" in request.query_params else [*address.models.values()]
     complete = True
     for model in models:
         whole = all(await model.broadcast.replicas("reset_prefix_cache", timeout_s=30))

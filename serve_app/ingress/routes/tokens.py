@@ -30,7 +30,7 @@ async def tokenize(request: Request, address: Front) -> Response:
 
     def parse(body: bytes) -> GenerateRequest:
         nonlocal names
-        asked = parse_tokenize(body, address.asked(request).name)
+        asked = parse_tokenize(body, address.of_query(request).name)
         names = asked.names
         return asked.request
 
