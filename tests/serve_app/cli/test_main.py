@@ -26,7 +26,7 @@ from serve_app.ingress.routes.application import make_application
 from serve_app.tenants import make_api_key
 from tests.harness.programs import programs_here
 from tests.pages import ROOT
-from tests.serve_app.ingress.routes.test_application import services_of
+from tests.serve_app.ingress.routes.test_application import address_of
 from tests.serve_app.ingress.scripted import Loopback
 
 
@@ -147,11 +147,11 @@ def test_the_greeting_says_who_is_answered(place: str) -> None:
     """As the server is asked, not as the settings are read: tenants may be in its database, or be required."""
     tenant = TenantConfig(name="acme", key_sha256=[make_api_key()[1]])
     config = AppConfig(model="demo", tenants=[tenant] if place == "settings" else [])
-    services = services_of(config)
+    address = address_of(config)
     refusal = "This server has no tenants yet." if "required" in place else ""
     tenants = [tenant] if place in ("settings", "database") else []
-    services.access.tenants.configure(tenants, [], refusal=refusal)
-    with Loopback(lambda: make_application(services)) as running:
+    address.tenants.configure(tenants, [], refusal=refusal)
+    with Loopback(lambda: make_application(address)) as running:
         text = greeting(config, running.url, refusal_without_key(running.url))
     is_open = place == "nowhere"
     assert ("No API keys are configured" in text) == is_open

@@ -16,7 +16,7 @@ from serve_app.config.files import load_settings
 from serve_app.engine.vllm.drafts import draft_layers, refused_drafter, with_whole_hits
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.shares import Shares
-from serve_app.ingress.assembly import _load_tokenizer
+from serve_app.ingress.outside import LoadedModel
 from serve_app.replica.engine_factory import drafter_fields, refused_settings, served_fields
 
 EAGLE = {"method": "eagle", "model": "org/head", "num_speculative_tokens": 2}
@@ -164,8 +164,8 @@ def test_public_blocks_end_before_a_token_that_changes_a_drafters_kv(demo_model_
     """Else a tenant's first own token would be in KV that others read."""
     config = config_of(public_prompts=[{"name": "p", "version": "1", "text": "word " * 64}])  # 65 tokens
     for drafting, blocks in ((None, 2), (EAGLE | {"num_speculative_tokens": 1}, 2), (EAGLE, 1)):
-        own = config.model_copy(update={"speculative_config": drafting})
-        tokenizer, _ = _load_tokenizer(demo_model_path, own, FairWorkers(Shares({})))
+        own = config.model_copy(update={"model": str(demo_model_path), "speculative_config": drafting})
+        tokenizer = LoadedModel.load(own, FairWorkers(Shares({}))).tokenizer
         ids = tokenizer.encode("word " * 64, b"r" * 16).token_ids
         assert len(ids) == 65
         assert tokenizer.encode_ids([*ids.tolist(), 7, 7], b"r" * 16, b"p" * 16).public_blocks == blocks
