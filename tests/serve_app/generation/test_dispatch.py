@@ -298,13 +298,13 @@ def test_an_answer_whose_calls_break_is_the_undisturbed_one(
     assert got == expected
 
 
-def test_the_real_engines_answers_survive_breaks(demo_model_path: Path, tmp_path: Path) -> None:
+def test_the_real_engines_answers_survive_breaks(tiny_model_path: Path, tmp_path: Path) -> None:
     """The same holds for the real model in float32, with adapters: nothing is lost or cut.
 
     Nothing is altered either, because no two likeliest tokens of these answers are so close that rounding swaps them.
     """
     rng = random.Random(11)
-    with call_crashes("torch", demo_model_path, tmp_path, rng) as crashes:
+    with call_crashes("torch", tiny_model_path, tmp_path, rng) as crashes:
         compared = asyncio.run(break_calls(crashes, Questions(rng, has_logits=True), rng, 20))
     assert len(compared) >= 16
     assert [answers for answers in compared if len(set(answers)) > 1] == []

@@ -1,10 +1,12 @@
 """An ingress' concurrency limit, its reaction to other settings, and data that its process frees."""
 
 import asyncio
+import json
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch  # noqa: F401  # what an ingress has to do without
@@ -16,9 +18,15 @@ from serve_app.ingress.model import about, places
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.ingress.scripted import ReadCheckpoint, ScriptedOutside
 
-BUFFERS = """
+SAID = "Say \u00fc."
+INGRESS = f"""
+import json, sys
+from pathlib import Path
+from serve_app.ingress.ingress import do_without_torch
+do_without_torch()
+import serve_app.ingress.routes.application
 from serve_app.ingress.assembly import return_large_buffers
-assert return_large_buffers()
+returned = return_large_buffers()
 def resident():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) // 1024
 before = resident()
@@ -27,25 +35,22 @@ for round in range(8):
     large = [bytes(bytearray(b"x" * (6 << 20))) for _ in range(6)]
     kept.append(bytes(64 << 10))
     del large
-print(resident() - before)
-"""
-SAID = "Say \u00fc."
-TOKENS = f"""
-import sys
-from pathlib import Path
-from serve_app.ingress.ingress import do_without_torch
-do_without_torch()
-import serve_app.ingress.assembly, serve_app.ingress.routes.application
+grown_mib = resident() - before
 from serve_app.tokenization.tokenizer import PromptTokenizer
 tokenizer = PromptTokenizer(Path(sys.argv[1]))
 text = tokenizer.template.render([{{"role": "user", "content": {SAID!r}}}]).text
-print(repr(text), tokenizer.encode(text, b"r" * 16).token_ids.tolist())
-print(sum(name.startswith("torch") for name in sys.modules), file=sys.stderr)
+ids = tokenizer.encode(text, b"r" * 16).token_ids.tolist()
+modules = sum(name.startswith("torch") for name in sys.modules)
+print(json.dumps(dict(returned=returned, grown_mib=grown_mib, text=text, ids=ids, modules=modules)))
 """
 
 
-def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", *arguments], capture_output=True, text=True, check=True)
+@pytest.fixture(scope="module")
+def ingress(demo_model_path: Path) -> dict[str, Any]:
+    """What a process with an ingress' modules says."""
+    command = [sys.executable, "-c", INGRESS, str(demo_model_path)]
+    said: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return said
 
 
 def test_ingresses_divide_the_replicas_capacity() -> None:
@@ -83,14 +88,15 @@ def test_adapters_are_for_the_current_tenants(demo_model_path: Path) -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
-def test_buffers_go_back_to_the_system() -> None:
+def test_buffers_go_back_to_the_system(ingress: dict[str, Any]) -> None:
     """Eight rounds of 36 MiB each leave a small buffer above the freed memory, but all of that is returned."""
-    assert int(script(BUFFERS).stdout) < 6
+    assert ingress["returned"] and ingress["grown_mib"] < 6
 
 
-def test_an_ingress_tokenizes_without_torch(demo_model_path: Path) -> None:
+def test_an_ingress_tokenizes_without_torch(ingress: dict[str, Any], demo_model_path: Path) -> None:
     """Chat template and token ids are those of this process, which has torch."""
-    without, tokenizer = script(TOKENS, str(demo_model_path)), PromptTokenizer(demo_model_path)
+    tokenizer = PromptTokenizer(demo_model_path)
     text = tokenizer.template.render([{"role": "user", "content": SAID}]).text
-    assert without.stdout == f"{text!r} {tokenizer.encode(text, b'r' * 16).token_ids.tolist()}\n"
-    assert int(without.stderr.splitlines()[-1]) == 1 < sum(name.startswith("torch") for name in sys.modules)
+    assert ingress["text"] == text
+    assert ingress["ids"] == tokenizer.encode(text, b"r" * 16).token_ids.tolist()
+    assert ingress["modules"] == 1 < sum(name.startswith("torch") for name in sys.modules)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -63,6 +63,7 @@ def in_tokens(text: str, sizes: Iterator[int]) -> list[str]:
 
 @pytest.mark.parametrize("written", CALLS)
 @pytest.mark.parametrize("tags", REASONING_TAGS)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_a_call_ends_the_reasoning(tags: str, written: str, data: st.DataObject) -> None:
     """A tag in its arguments is theirs; the one behind it is left out, with more calls before and behind it.
@@ -85,6 +86,7 @@ def test_a_call_ends_the_reasoning(tags: str, written: str, data: st.DataObject)
 
 @pytest.mark.parametrize("written", CALLS)
 @pytest.mark.parametrize("tags", REASONING_TAGS)
+@settings(max_examples=50)
 @given(cut=st.integers(0, 200), data=st.data())
 def test_what_is_no_call_stays_in_the_reasoning(tags: str, written: str, cut: int, data: st.DataObject) -> None:
     start, end, _ = REASONING_TAGS[tags]
