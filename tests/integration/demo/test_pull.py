@@ -71,6 +71,11 @@ def test_a_killed_holder_costs_time_only(served: Served) -> None:
 
 def test_replicas_without_a_gpu_come_behind_ingresses(served: Served) -> None:
     """Where both want the same processor, who answers comes before who computes, so /health waits for no prompt."""
+
+    def all_run() -> bool:
+        return all(psutil.pid_exists(int(replica["pid"])) for replica in served.replicas().values())
+
+    eventually(all_run)  # a killed one may still be listed
     replicas = [psutil.Process(int(replica["pid"])) for replica in served.replicas().values()]
     parent = replicas[0].parent()
     assert parent is not None

@@ -159,7 +159,7 @@ def test_the_prediction_for_a_turn_behind_a_thought_is_exact(tmp_path: Path) -> 
             run_all(engine, [engine_request(made, "answered", np.concatenate([made.token_ids, answer]))])
             usage = RequestUsage(asked, [made])
             usage.add(Piece(0, "x", len(answer), FirstToken(first), reasoning_tokens=len(answer) // 2))
-            seen = SeenPrompt(made.token_ids, made.scope, 0, 0.0, usage)
+            seen = SeenPrompt(made.token_ids, made.scope, 0, 0.0, usage.total)
             messages.append({"role": "assistant", "content": f"Answer {turn}. {words}", **reasoning_fields(words)})
     finally:
         engine.stop()
