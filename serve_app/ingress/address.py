@@ -253,7 +253,7 @@ class Address(Shared):
         if self.batches is not None:
             await self.batches.worker.stop()
         ended = await self.drain.run(timeout_s)
-        self.receiver.close()
+        self.outside.close()
         await self.usage.flush()
         await self.budgets.flush()
         if self.tracer is not None:

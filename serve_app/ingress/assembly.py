@@ -105,7 +105,7 @@ async def _without_models(config: AppConfig, served: Mapping[str, AppConfig], ou
     stores = database is not None and config.store_responses
     return Address(
         config=config,
-        app_name=outside.app_name,
+        outside=outside,
         name=outside.name,
         secret=secret,
         models=models,
@@ -129,7 +129,6 @@ async def _without_models(config: AppConfig, served: Mapping[str, AppConfig], ou
             limits=limits,
         ),
         broadcast=broadcast,
-        receiver=outside.receiver(),
         ledger=ledger,
         usage=Ledgers(ledger, broadcast.ingresses),
         history=MessageHistory(complete=config.ingress_replicas == 1),
@@ -148,8 +147,6 @@ def _tenants(config: AppConfig, registry: TenantRegistry, secret: bytes) -> Tena
         aliases=config.aliases,
         refusal=registry.refusal,
     )
-    if tenants.open:
-        logger.warning("no tenants are configured: every client of this port is the tenant `default`")
     if tenants.refusal:
         logger.error("every client is refused: %s", tenants.refusal)
     return tenants

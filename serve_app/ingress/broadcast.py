@@ -164,3 +164,55 @@ class Broadcast:
             return serve.status().applications[self.app_name].deployments[self.replica.deployment_name]
         except (KeyError, RayError, RayServeException):
             return None
+
+
+class Alone(Broadcast):
+    """Calls of the only ingress of an address, whose replicas are not in Ray: nobody is called."""
+
+    def __init__(self, model: str = "") -> None:
+        self.ingress_replicas, self.model = 1, model
+
+    def __repr__(self) -> str:
+        """Return which model's it is."""
+        return f"Alone({self.model!r})"
+
+    @property
+    def board(self) -> str:
+        """See ``Broadcast``; there is none."""
+        return ""
+
+    @property
+    def figures_prefix(self) -> str:
+        """See ``Broadcast``."""
+        return f"{self.model}:" if self.model else ""
+
+    async def replicas(self, method: str, *arguments: Any, timeout_s: float = 120) -> list[Any]:
+        """Return nothing."""
+        return []
+
+    async def connect(
+        self, adapters: AdapterRegistry, learn: Callable[[], Awaitable[None]], *, from_zero: bool = False
+    ) -> None:
+        """Return at once: the adapters of the settings are all."""
+        adapters.current = True
+
+    async def post_weights(self, registry: TenantRegistry) -> NoReturn:
+        """Wait without an end."""
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def notices(self) -> dict[str, list[dict[str, Any]]]:
+        """Return nothing."""
+        return {}
+
+    def scaling_notices(self) -> list[dict[str, Any]]:
+        """Return nothing."""
+        return []
+
+    def is_starting(self, *, unheard: bool = False) -> bool:
+        """Return False."""
+        return False
+
+    def message(self) -> str:
+        """Return ""."""
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from serve_app.usage import UsageRows
 if TYPE_CHECKING:
     from serve_app.ingress.prompts import PromptReport, Warm
 
+logger = logging.getLogger(__name__)
+
 
 @serve.ingress()
 class Ingress:
@@ -39,6 +42,8 @@ class Ingress:
 
         self._live = await LiveSettings.start(config)
         self._address = await make_address(self._live.config, InServe(self._live.args, replicas))
+        if self._address.tenants.open:
+            logger.warning("no tenants are configured: every client of this port is the tenant `default`")
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply other settings while requests run. Serve calls this; ``LiveSettings`` handles invalid settings."""

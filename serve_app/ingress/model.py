@@ -151,7 +151,7 @@ class Model:
             config,
             self.core,
             partial(
-                Dispatcher, block_size=config.block_size, count_retry=self.metrics.retried, inbox=shared.receiver.inbox,
+                Dispatcher, block_size=config.block_size, count_retry=self.metrics.retried,
                 tracer=shared.tracer, delivered=self.observers.delivered,
                 starting=self.starting if shared.several else None,
             ),

@@ -50,9 +50,8 @@ class LoadedModel:
     readers: AnswerReaders
 
     @classmethod
-    def load(cls, config: AppConfig, workers: FairWorkers) -> LoadedModel:
-        """Load a model; blocks. Raises ValueError and OSError for one that cannot be served."""
-        info = load_served_model(config)
+    def load(cls, config: AppConfig, info: CheckpointInfo, workers: FairWorkers) -> LoadedModel:
+        """Load a model of a checkpoint; blocks. Raises ValueError and OSError for one that cannot be served."""
         tokenizer = PromptTokenizer(
             info.path,
             cache_bytes=config.tokenizer_cache_bytes,
@@ -89,17 +88,16 @@ class ReplicaTokens(Protocol):
 class Outside(Protocol):
     """All that an address reaches outside itself. ``name``: of this ingress."""
 
-    app_name: str
     name: str
+
+    def close(self) -> None:
+        """Receive no more tokens."""
 
     def secret(self, config: AppConfig) -> bytes:
         """Return the deployment's secret. Raises SecretError."""
 
     def tracer(self, config: AppConfig) -> Tracer | None:
         """Return where spans go, None for nowhere."""
-
-    def receiver(self) -> TokenReceiver:
-        """Return where replicas send tokens."""
 
     async def database(self, config: AppConfig, bounds: StorageLimits) -> Database | None:
         """Open the database of responses, files and batches, None if the deployment stores none. Raises StoreError."""
@@ -128,7 +126,8 @@ class InServe:
 
     def __post_init__(self) -> None:
         context = serve.get_replica_context()
-        self.app_name, self.name = context.app_name, context.replica_id.unique_id
+        self._app_name, self.name = context.app_name, context.replica_id.unique_id
+        self._receiver = TokenReceiver(ray.util.get_node_ip_address())
         self._caller = ray.get_runtime_context().get_actor_name() or ""
         if not os.environ.get(CALLBACK):
             logger.warning("no bounds of slow clients, and headers can steer Ray: set %s=%s", CALLBACK, CLIENT_HEADERS)
@@ -143,9 +142,9 @@ class InServe:
         """See ``Outside``."""
         return open_tracer(config.otlp_endpoint, "ingress", self.name)
 
-    def receiver(self) -> TokenReceiver:
+    def close(self) -> None:
         """See ``Outside``."""
-        return TokenReceiver(ray.util.get_node_ip_address())
+        self._receiver.close()
 
     async def database(self, config: AppConfig, bounds: StorageLimits) -> Database | None:
         """See ``Outside``."""
@@ -172,11 +171,11 @@ class InServe:
 
     def load(self, config: AppConfig, workers: FairWorkers) -> LoadedModel:
         """See ``Outside``."""
-        return LoadedModel.load(config, workers)
+        return LoadedModel.load(config, load_served_model(config), workers)
 
     def broadcast(self, config: AppConfig, model: str, label: str) -> Broadcast:
         """See ``Outside``."""
-        return Broadcast(self._handles[model], self.app_name, config.ingress_replicas, label)
+        return Broadcast(self._handles[model], self._app_name, config.ingress_replicas, label)
 
     def core(self, config: AppConfig) -> RoutingCore:
         """See ``Outside``."""
@@ -194,8 +193,9 @@ class InServe:
             core,
             decisions=decisions_for(self._key(config)),
             caller=self._caller,
+            inbox=self._receiver.inbox,
             left=Aborts(handle, charge).note,
         )
 
     def _key(self, config: AppConfig) -> str:
-        return deployment_key(self.app_name, self._handles[config.model_name].deployment_name)
+        return deployment_key(self._app_name, self._handles[config.model_name].deployment_name)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.budgets import Budgets
 from serve_app.config.app import AppConfig
-from serve_app.engine.token_channel import TokenReceiver
 from serve_app.fairness.queue import FairWorkers
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
@@ -17,6 +16,7 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.answer_meter import Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.reports import SharedAnswers
+from serve_app.ingress.outside import Outside
 from serve_app.ingress.tenant_admin import TenantAdmin
 from serve_app.live.journal import Journal
 from serve_app.sessions import SessionLimit
@@ -36,7 +36,7 @@ class Shared:
 
     config: AppConfig
     """All settings in force."""
-    app_name: str
+    outside: Outside
     name: str
     """Of this ingress."""
     secret: bytes
@@ -55,7 +55,6 @@ class Shared:
     """Of what chose no model."""
     broadcast: Broadcast
     """To all ingresses."""
-    receiver: TokenReceiver
     ledger: Ledger
     usage: Ledgers
     history: MessageHistory

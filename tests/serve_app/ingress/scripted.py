@@ -9,13 +9,11 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, NoReturn, Self, cast
+from typing import Any, Literal, Self
 from unittest.mock import MagicMock
 
 import numpy as np
 import uvicorn
-from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,7 +24,7 @@ from router.settings import RouterSettings
 from serve_app.api.openai.response import model_body
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info
-from serve_app.config.app import REPLICAS, AppConfig
+from serve_app.config.app import AppConfig
 from serve_app.config.live import app_config
 from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import (
@@ -42,7 +40,7 @@ from serve_app.fairness.queue import FairWorkers
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.address import Address
 from serve_app.ingress.assembly import make_address
-from serve_app.ingress.broadcast import Broadcast
+from serve_app.ingress.broadcast import Alone, Broadcast
 from serve_app.ingress.client_headers import ClientHeaders
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.model import Model
@@ -52,7 +50,6 @@ from serve_app.ingress.outside import LoadedModel
 from serve_app.ingress.routes.application import make_application
 from serve_app.prompts.registry import Prompts
 from serve_app.stored.database import Database, StorageLimits
-from serve_app.tenancy.registry import TenantRegistry
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing import Tracer
 from tests.serve_app.generation.outputs import output
@@ -170,34 +167,18 @@ class ReadCheckpoint:
         self.readers = AnswerReaders(self.tokenizer, "auto")
 
 
-class NoReplicas(Broadcast):
-    """Calls to a model whose replicas are scripted, from the only ingress."""
+class NoReplicas(Alone):
+    """Calls to a model whose replicas are scripted. ``starting``: whether Serve says that one starts."""
+
+    def __init__(self, model: str, starting: Callable[[bool], bool]) -> None:
+        super().__init__(model)
+        self._starts = starting
 
     async def replicas(self, method: str, *arguments: Any, timeout_s: float = 120) -> list[Any]:
-        if method == "sessions":
-            return [{"replica": f"replica-of-{self.model}", "rows": []}]
-        return []
-
-    async def connect(self, adapters: AdapterRegistry, *_: Any, **__: Any) -> None:
-        adapters.current = True
-
-    async def post_weights(self, registry: TenantRegistry) -> NoReturn:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    def notices(self) -> dict[str, list[dict[str, Any]]]:
-        return {}
-
-    def scaling_notices(self) -> list[dict[str, Any]]:
-        return []
-
-    starting: Callable[[bool], bool] = bool
-
-    def message(self) -> str:
-        return ""
+        return [{"replica": f"replica-of-{self.model}", "rows": []}] if method == "sessions" else []
 
     def is_starting(self, *, unheard: bool = False) -> bool:
-        return self.starting(unheard)
+        return self._starts(unheard)
 
 
 @dataclass
@@ -217,7 +198,6 @@ class ScriptedOutside:
     replicas: Sequence[str] | None = None
     scripts: dict[str, Script] = field(default_factory=dict)
     spans: Tracer | None = None
-    app_name: str = "app"
     name: str = "ingress"
 
     def secret(self, config: AppConfig) -> bytes:
@@ -226,8 +206,8 @@ class ScriptedOutside:
     def tracer(self, config: AppConfig) -> Tracer | None:
         return self.spans
 
-    def receiver(self) -> Any:
-        return SimpleNamespace(inbox=None, close=lambda: None)
+    def close(self) -> None:
+        pass
 
     async def database(self, config: AppConfig, bounds: StorageLimits) -> Database | None:
         return self.stored
@@ -248,10 +228,7 @@ class ScriptedOutside:
         return LoadedModel(info, read.tokenizer, prompts, registry, read.readers)
 
     def broadcast(self, config: AppConfig, model: str, label: str) -> Broadcast:
-        handle = SimpleNamespace(deployment_name=f"{REPLICAS}-{label}" if label else REPLICAS)
-        broadcast = NoReplicas(cast(DeploymentHandle, handle), "app", 1, label)
-        broadcast.starting = self.starting
-        return broadcast
+        return NoReplicas(label, self.starting)
 
     def core(self, config: AppConfig) -> RoutingCore:
         core = RoutingCore("router", RouterSettings.from_json(config.routing()))
@@ -282,7 +259,7 @@ def partial_address(config: AppConfig | None = None, adapters: AdapterRegistry |
     adapters = adapters or AdapterRegistry("demo")
     model = partial_model(config, adapters=adapters, card=model_body("demo", 0, 4096), broadcast=broadcast, **own)
     given = {"drain": Drain(), "models": {"demo": model}, "tables": SharedAnswers(), **parts, "config": config}
-    given |= {"refused_settings": "", "down": {}, "fallbacks": {}, "app_name": "app", "name": "ingress"}
+    given |= {"refused_settings": "", "down": {}, "fallbacks": {}, "name": "ingress"}
     return Address(**{one.name: given.get(one.name) for one in fields(Address)})  # type: ignore[arg-type]
 
 

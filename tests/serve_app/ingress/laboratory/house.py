@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from starlette.types import Message, Scope
 
+from serve_app.checkpoints.sources import load_served_model
 from serve_app.config.app import AppConfig
 from serve_app.config.live import app_config
 from serve_app.fairness.queue import FairWorkers
@@ -145,7 +146,7 @@ class Production(ScriptedOutside):
     """As in production, a checkpoint is loaded by the settings, and a database is opened."""
 
     def load(self, config: AppConfig, workers: FairWorkers) -> LoadedModel:
-        loaded = LoadedModel.load(config, workers)
+        loaded = LoadedModel.load(config, load_served_model(config), workers)
         self.scripts[config.model_name] = Script(loaded.tokenizer)
         return loaded
 
