@@ -32,12 +32,22 @@ DOWN_AGAIN_S = 10.0
 """When to send a request again to a model that this ingress cannot serve."""
 
 
+class Fallback(NamedTuple):
+    """Why another model answers for the one that a request names."""
+
+    model: str
+    cause: FallbackCause
+
+    def __str__(self) -> str:
+        return f"{self.model} is {self.cause}: its fallback answers"
+
+
 class Chosen(NamedTuple):
-    """Who answers a request for a model, and under which name. ``note``: what the client is told, "" for nothing."""
+    """Who answers a request for a model, and under which name. ``fallback``: None if the model itself does."""
 
     model: Model
     name: str
-    note: str = ""
+    fallback: Fallback | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -175,8 +185,7 @@ class Address(Shared):
     ) -> Chosen:
         """Let a model's request wait at its fallback. ``starts``: the model, if it is to start meanwhile."""
         arrival.move(other.front_door, instead_of=None if starts is None else starts.front_door)
-        self.metrics.add("warmpath_fallbacks_total", model=name, fallback=other.name, cause=why)
-        return Chosen(other, other.name, f"{name} is {why}: its fallback answers")
+        return Chosen(other, other.name, Fallback(name, why))
 
     def _fallback(self, name: str, tenant: Tenant) -> Model | None:
         """Return who answers for a model that is down or full, if it can, and its tenant may use both."""

@@ -43,7 +43,12 @@ async def generate(
         needs: Needs = "replica later" if hasattr(http.state, "waits_for_all") else "replica"
         chosen, request = await _read_request(address, http, tenant, arrival, parse, answer_format, needs)
         http.state.counts = chosen.model
-        return await chosen.model.answer(http, Arrived(request, tenant, arrival, at_s, chosen.note), answer_format)
+        note = ""
+        if chosen.fallback is not None:
+            named, cause = chosen.fallback
+            note = str(chosen.fallback)
+            address.metrics.add("warmpath_fallbacks_total", model=named, fallback=chosen.name, cause=cause)
+        return await chosen.model.answer(http, Arrived(request, tenant, arrival, at_s, note), answer_format)
 
 
 async def tokens(

@@ -12,7 +12,7 @@ from serve_app.engine.remote.answers import Part, VocabularyId, WorkerError, fai
 from serve_app.engine.remote.dialect import Dialect, WorkerFacts, grammar_of, sampling_fields, seed_of
 from serve_app.engine.remote.reading import Untrue, printable
 
-_CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_CACHE_INFO = re.compile(r"^(\w+):cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(?<!\w)(\w++)="([^"]*+)"')
 _TOKEN_ID = "token_id:"  # noqa: S105  # a prefix of vLLM's
 
@@ -25,8 +25,9 @@ class CompletionsDialect(Dialect):
 
     def pool_of(self, metrics: str) -> Mapping[str, str]:
         """See ``Dialect``."""
-        info = _CACHE_INFO.search(metrics)
-        return dict(_LABEL.findall(info[1])) if info else {}
+        prefix = self.running_metric.partition(":")[0]
+        found = (labels for name, labels in _CACHE_INFO.findall(metrics) if name == prefix)
+        return dict(_LABEL.findall(next(found, "")))
 
     def body(self, request: EngineRequest, facts: WorkerFacts, salt: str, bad_words: list[str]) -> dict[str, Any]:
         """See ``Dialect``."""

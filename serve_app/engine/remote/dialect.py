@@ -15,7 +15,7 @@ from serve_app.engine.remote.answers import Part
 
 
 class Dialect(ABC):
-    """One kind of servers. A class in a file of `dialects/` is all that a further kind needs."""
+    """One kind of servers. A class in a file of `dialects/` is all the code that a further kind needs."""
 
     owner: ClassVar[str]
     """What /v1/models calls the owner of a model."""

@@ -91,7 +91,7 @@ warmpath_background_failing: ingress replica loop
     1 for a minute after such a failure, as in /health (docs: api), else 0.
 
 # Replicas: requests and speed
-Counted by each replica; `engine` is `torch`, `vllm` or `simulated`.
+Counted by each replica; `engine` is `torch`, `vllm`, `remote` or `simulated`.
 warmpath_num_requests_running: replica engine
     Sequences in the running batch.
 warmpath_num_requests_waiting: replica engine

@@ -287,8 +287,13 @@ def test_a_fallback_answers_for_a_model_that_could_not_be_loaded(checkpoint: Rea
     async def ask() -> None:
         several = await Several.open(checkpoint, config, down={"m0": "there is no config.json"})
         body = {**CHAT, "model": "m0"}
+        for path, counted in COUNTS.items():
+            assert (await several.ask(path, {**counted, "model": "m0"}, key_of("acme"))).status_code == 200
+        assert (await several.ask("/v1/chat/completions", {**body, "n": "x"}, key_of("acme"))).status_code == 400
+        assert not [one for one in several.address.metrics.samples() if "fallbacks" in one[0]], "none was answered"
         answers = {who: await several.ask("/v1/chat/completions", body, key_of(who)) for who in ("acme", "zeta")}
         assert answers["acme"].json()["model"] == "m1"
+        assert [one[2] for one in several.address.metrics.samples() if "fallbacks" in one[0]] == [1.0]
         assert answers["zeta"].status_code == 503, "m1 is not in its list"
 
     asyncio.run(ask())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve_app.checkpoints.checkpoint import CheckpointError
-from serve_app.checkpoints.sources import with_local_drafter
+from serve_app.checkpoints.sources import load_served_model, with_local_drafter
 from serve_app.cli.checks.finding import Look
 from serve_app.cli.checks.run import findings
 from serve_app.config.app import AppConfig
@@ -165,7 +165,7 @@ def test_public_blocks_end_before_a_token_that_changes_a_drafters_kv(demo_model_
     config = config_of(public_prompts=[{"name": "p", "version": "1", "text": "word " * 64}])  # 65 tokens
     for drafting, blocks in ((None, 2), (EAGLE | {"num_speculative_tokens": 1}, 2), (EAGLE, 1)):
         own = config.model_copy(update={"model": str(demo_model_path), "speculative_config": drafting})
-        tokenizer = LoadedModel.load(own, FairWorkers(Shares({}))).tokenizer
+        tokenizer = LoadedModel.load(own, load_served_model(own), FairWorkers(Shares({}))).tokenizer
         ids = tokenizer.encode("word " * 64, b"r" * 16).token_ids
         assert len(ids) == 65
         assert tokenizer.encode_ids([*ids.tolist(), 7, 7], b"r" * 16, b"p" * 16).public_blocks == blocks
