@@ -132,6 +132,10 @@ class Address(Shared):
             return self.first
         return self._first_of(tenant)
 
+    def default_model(self, request: Request, tenant: Tenant) -> str:
+        """Return the name of the model for a tenant's body without one. Raises the errors of ``of_query``."""
+        return (self.of_query(request) if "model" in request.query_params else self._first_of(tenant)).name
+
     def of_query_alone(self, request: Request) -> Model:
         """Return the model of a request's query, which must name it if there are several. Raises InvalidRequest."""
         if self.several and "model" not in request.query_params:
@@ -199,6 +203,8 @@ class Address(Shared):
         return None if self.guard.sees_all(request) else self.guard.tenant(request)
 
     def _first_of(self, tenant: Tenant | None) -> Model:
+        if len(self.models) == 1:
+            return self.first
         return next((model for model in self.models.values() if model.names(tenant)), self.first)
 
     def _named(self, name: str, tenant: Tenant | None) -> Model:

@@ -64,7 +64,7 @@ async def text_of(address: Address, http: Request, tenant: Tenant) -> str:
     """Return the text of a body's tokens. Raises a ``WarmpathError``."""
     with arrive(address, tenant) as arrival:
         body = await read_body(http, address.config.max_body_bytes, arrival.grow)
-        parse = partial(parse_detokenize, model=address.of_query(http).name)
+        parse = partial(parse_detokenize, model=address.default_model(http, tenant))
         request = await _parsed(address, body, tenant, arrival, parse)
         model, name, _ = address.choose(request.model, None, tenant, arrival, "tokenizer")
         model.adapters.choose(name, None, tenant.name, tenant.models)

@@ -24,16 +24,18 @@ MESSAGES_PATH = "/v1/messages"
 @guarded("chat")
 async def chat_completions(request: Request, address: Front) -> Response:
     """OpenAI's chat completions."""
-    parse = functools.partial(parse_chat, model=address.of_query(request).name)
-    return await generate(address, request, address.guard.tenant(request), parse, CHAT)
+    tenant = address.guard.tenant(request)
+    parse = functools.partial(parse_chat, model=address.default_model(request, tenant))
+    return await generate(address, request, tenant, parse, CHAT)
 
 
 @router.post("/v1/completions", tags=["generation"], **takes(CompletionBody))
 @guarded("completions")
 async def completions(request: Request, address: Front) -> Response:
     """OpenAI's (legacy) completions."""
-    parse = functools.partial(parse_completion, model=address.of_query(request).name)
-    return await generate(address, request, address.guard.tenant(request), parse, COMPLETION)
+    tenant = address.guard.tenant(request)
+    parse = functools.partial(parse_completion, model=address.default_model(request, tenant))
+    return await generate(address, request, tenant, parse, COMPLETION)
 
 
 @router.post(MESSAGES_PATH, tags=["messages"], **takes(MessagesBody))

@@ -26,7 +26,7 @@ router = APIRouter()
 async def responses(request: Request, address: Front) -> Response:
     """OpenAI's responses; stored by default, unless the request or the settings turn that off."""
     tenant = address.guard.tenant(request)
-    read = functools.partial(ResponsesBody.parse, model=address.of_query(request).name)
+    read = functools.partial(ResponsesBody.parse, model=address.default_model(request, tenant))
     conversation = Conversation(address.stored, tenant.name, read)
     return await generate(address, request, tenant, conversation.parse, conversation)
 
@@ -36,7 +36,7 @@ async def responses(request: Request, address: Front) -> Response:
 async def input_tokens(request: Request, address: Front) -> Response:
     """The number of tokens in a response's prompt, without generating."""
     tenant = address.guard.tenant(request)
-    read = functools.partial(parse_input_tokens, model=address.of_query(request).name)
+    read = functools.partial(parse_input_tokens, model=address.default_model(request, tenant))
     conversation = Conversation(address.stored, tenant.name, read)
     ids, wanted, _ = await tokens(address, request, tenant, conversation.parse, conversation)
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)}, headers=warnings(wanted))

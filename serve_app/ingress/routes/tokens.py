@@ -26,25 +26,24 @@ INLINE_TOKENS = 4096
 @guarded("tokenize")
 async def tokenize(request: Request, address: Front) -> Response:
     """The tokens of a text, or of a chat's prompt (vLLM's path)."""
-    names = False
+    tenant, workers, with_names = address.guard.tenant(request), address.workers, False
+    default = address.default_model(request, tenant)
 
     def parse(body: bytes) -> GenerateRequest:
-        nonlocal names
-        asked = parse_tokenize(body, address.of_query(request).name)
-        names = asked.names
-        return asked.request
+        nonlocal with_names
+        parsed = parse_tokenize(body, default)
+        with_names = parsed.names
+        return parsed.request
 
-    tenant, workers = address.guard.tenant(request), address.workers
-    ids, wanted, model = await tokens(address, request, tenant, parse)
+    token_ids, generate_request, model = await tokens(address, request, tenant, parse)
 
     def answer() -> Response:
-        told = ids.tolist()
-        shown = tokens_body(
-            told, model.preparer.limits.max_model_len, model.tokenizer.names_of(told) if names else None
-        )
-        return json_response(shown, headers=warnings(wanted))
+        ids = token_ids.tolist()
+        names = model.tokenizer.names_of(ids) if with_names else None
+        body = tokens_body(ids, model.preparer.limits.max_model_len, names)
+        return json_response(body, headers=warnings(generate_request))
 
-    return answer() if len(ids) <= INLINE_TOKENS else await workers.run(tenant.name, len(ids), answer)
+    return answer() if len(token_ids) <= INLINE_TOKENS else await workers.run(tenant.name, len(token_ids), answer)
 
 
 @router.post("/detokenize", **takes(DetokenizeBody))
