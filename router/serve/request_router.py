@@ -200,7 +200,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
 
         A call of one replica by name needs no place, so it does not wait behind those that do.
         """
-        route = await self._route_of(pending_request)
+        route = await self.route_of(pending_request)
         if is_retry:
             self._undo(route)
         tenant, order = ("", 0) if route is None else (route.tenant, route.order)
@@ -215,7 +215,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         """Rank candidates by queue length, one per rank, for callers inside Serve that bypass this router's choice."""
         return [[replica] for replica in sorted(candidate_replicas, key=self._queue_length)]
 
-    async def _route_of(self, pending_request: PendingRequest) -> RoutedRequest | None:
+    async def route_of(self, pending_request: PendingRequest) -> RoutedRequest | None:
         """Return a call's request as a router sees it, or None for a call without a prompt."""
         first = pending_request.args[0] if pending_request.args else None
         return first if isinstance(first, RoutedRequest) else None

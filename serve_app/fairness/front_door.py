@@ -113,6 +113,13 @@ class FrontDoor:
         """Return the waiting requests and running generations of a tenant, None: of all."""
         return self._requests.held(tenant) + self._line.running(tenant)
 
+    def taken(self) -> tuple[int, int, int]:
+        """Return what all take now: of the queued requests, of their bodies' bytes, and of the places.
+
+        All are 0 once nobody is here; anything else would then be lost for ever.
+        """
+        return self._requests.held(None), self._bytes.held(None), self._line.running(None)
+
     @contextmanager
     def needing_a_replica(self) -> Iterator[None]:
         """Count work that takes no place here, such as warming a prompt, among what asks for a first replica."""

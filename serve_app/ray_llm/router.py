@@ -92,7 +92,7 @@ class WarmRouter(CacheAwareRouter):
         if pending_request is None:
             return await super().choose_replicas(candidate_replicas, pending_request)
         pending_request.routing_context.should_backoff = True  # else Serve asks without a pause while all are full
-        chosen = self._choose(pending_request, await self._route_of(pending_request), is_retry=False)
+        chosen = self._choose(pending_request, await self.route_of(pending_request), is_retry=False)
         return [] if chosen is None else [[chosen]]
 
     def _decided(self, route: RoutedRequest, decision: Decision) -> None:
@@ -115,7 +115,8 @@ class WarmRouter(CacheAwareRouter):
                 for decision in self._open.take((replica_id, key)):
                     self._core.release(decision)
 
-    async def _route_of(self, pending_request: PendingRequest) -> RoutedRequest | None:
+    async def route_of(self, pending_request: PendingRequest) -> RoutedRequest | None:
+        """Return a request as the router sees it, or None: it is counted, and goes to the least loaded replica."""
         arguments, metadata = pending_request.args, pending_request.metadata
         if not arguments or self._loading is None:
             return self._unkeyed("no prompt")

@@ -85,6 +85,13 @@ class GrammarTrials:
             raise GrammarError(reply.error)
         return reply.form, reply.left_out
 
+    def idle_pids(self) -> list[int]:
+        """Return the ids of the processes that have no work now and take the next grammars, by which an operator
+        finds them among all: they are in sessions of their own.
+        """
+        with self._lock:
+            return [process.pid for process in self._idle]
+
     def close(self) -> None:
         """End the processes that have no work."""
         with self._lock:
@@ -134,6 +141,10 @@ class _Process:
         assert self._popen.stdin is not None and self._popen.stdout is not None
         self._in, self._out = self._popen.stdin, self._popen.stdout
         self._unsent = setup
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
 
     def ask(self, grammar: bytes, clock: Callable[[], float]) -> _Reply | None:
         """Return the answer, None if the process ended before it. Raises GrammarError, AbandonedError."""

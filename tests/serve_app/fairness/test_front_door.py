@@ -34,7 +34,7 @@ async def test_the_flooder_is_refused_and_nobody_else() -> None:
         other.hand_over().give_back()
     for arrival in inside:
         arrival.release()
-    assert not door._requests.used
+    assert door.taken() == (0, 0, 0)
 
 
 def test_a_tenant_within_its_share_is_not_blamed_for_a_full_queue() -> None:
@@ -107,7 +107,7 @@ async def test_flex_leaves_half_of_the_waiting_room() -> None:
     await turns[0]
     for arrival in inside:
         arrival.release()
-    assert not door._requests.used
+    assert door.taken() == (0, 0, 0)
 
 
 def test_bodies_are_bounded_by_tenant() -> None:
@@ -124,7 +124,7 @@ def test_bodies_are_bounded_by_tenant() -> None:
     for arrival in bodies:
         arrival.release()
         arrival.release()
-    assert not door._bytes.used
+    assert door.taken() == (0, 0, 0)
 
 
 @pytest.mark.anyio
@@ -135,14 +135,14 @@ async def test_leaving_frees_everything_but_a_place_handed_over() -> None:
         arrival.grow(100)
         await arrival.turn(3)
         raise KeyError
-    assert (door._requests.used, door._bytes.used, door._line._budget.used) == (0, 0, 0)
+    assert door.taken() == (0, 0, 0)
     with door.arrive("a") as arrival:
         arrival.grow(100)
         await arrival.turn(2)
         place = arrival.hand_over()
-    assert (door._requests.used, door._bytes.used, door._line._budget.used) == (0, 0, 2)
+    assert door.taken() == (0, 0, 2)
     place.give_back()
-    assert not door._line._budget.used
+    assert door.taken() == (0, 0, 0)
 
 
 def test_costs_are_learned_by_tenant() -> None:

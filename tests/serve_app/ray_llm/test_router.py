@@ -76,7 +76,7 @@ class Case:
 async def test_a_tenants_prompt_goes_where_its_kv_is_and_a_strangers_does_not_know_of_it(demo_model_path: Path) -> None:
     case = Case("standard", demo_model_path)
     assert await case.chosen(case.asked("key of a")) == "b"
-    route = await case.router._route_of(case.asked("key of b"))
+    route = await case.router.route_of(case.asked("key of b"))
     assert route is not None and route.prompt_tokens == case.tokens
     assert case.core.holders(route) == {}
     assert router_for(deployment_key("app", "standard")) is case.router
@@ -89,11 +89,11 @@ async def test_a_request_for_the_logprobs_of_its_prompt_is_predicted_without_a_h
         ({}, True), ({"logprobs": 1}, True), ({"echo": True, "logprobs": None}, True), ({"prompt_logprobs": 0}, False),
         ({"echo": True, "logprobs": 1}, False), ({"prompt_logprobs": None, "echo": False}, True),
     ):  # fmt: skip
-        route = await case.router._route_of(case.asked("key of a", prompt=TEXT, **fields))
+        route = await case.router.route_of(case.asked("key of a", prompt=TEXT, **fields))
         assert route is not None and route.reads_kv == reads
         assert case.core.holders(route).keys() == ({"b"} if reads else set())
     chat = {"messages": [{"role": "user", "content": "Hi"}], "echo": True, "top_logprobs": 0}
-    route = await case.router._route_of(case.asked("key of a", **chat))
+    route = await case.router.route_of(case.asked("key of a", **chat))
     assert route is not None and not route.reads_kv
 
 
@@ -109,7 +109,7 @@ async def test_a_request_is_counted_once_and_is_in_flight_until_its_first_token(
     case = Case("reserved", demo_model_path)
     asked = case.asked("key of b")
     chosen = await case.chosen(asked)
-    route = await case.router._route_of(asked)
+    route = await case.router.route_of(asked)
     assert route is not None and queued(case, chosen) == case.tokens
     key = request_key(route.block_hashes, route.prompt_tokens)
     arrived = structs.replace(load(queued=case.tokens), arrived=key)
@@ -138,7 +138,7 @@ async def test_equal_requests_that_never_begin_are_bounded(
     monkeypatch.setattr(module, "MAX_OPEN", 20)
     case = Case("never", demo_model_path)
     for _ in range(100):
-        route = await case.router._route_of(case.asked("key of b"))
+        route = await case.router.route_of(case.asked("key of b"))
         assert route is not None
         decision = case.core.decide(route, ("a",))
         if decision is None:  # it looks full by then
@@ -213,7 +213,7 @@ async def test_with_another_secret_than_the_replicas_nothing_is_predicted(demo_m
 async def test_parts_of_text_and_tools_are_rendered_as_vllm_renders_them(demo_model_path: Path) -> None:
     case = Case("parts", demo_model_path)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    whole = await case.router._route_of(case.asked("k", messages=[{"role": "user", "content": "one\ntwo"}]))
-    cut = await case.router._route_of(case.asked("k", messages=[{"role": "user", "content": parts}]))
+    whole = await case.router.route_of(case.asked("k", messages=[{"role": "user", "content": "one\ntwo"}]))
+    cut = await case.router.route_of(case.asked("k", messages=[{"role": "user", "content": parts}]))
     assert whole is not None and cut is not None
     assert (whole.block_hashes, whole.prompt_tokens) == (cut.block_hashes, cut.prompt_tokens)

@@ -4,7 +4,8 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ OBJECT = Grammar.json_schema({"type": "object"}, "f")
 ENDLESS = Grammar.regex("a?" * 4000 + "a" * 4000, "f")
 
 
+def trials_of_demo(path: Path, clock: Callable[[], float] = time.monotonic) -> GrammarTrials:
+    info = load_checkpoint_info(path)
+    return GrammarTrials(info.path, info.vocab_size, info.eos_token_ids, clock)
+
+
 @pytest.fixture(scope="module")
 def trials(demo_model_path: Path) -> Iterator[GrammarTrials]:
-    info = load_checkpoint_info(demo_model_path)
-    made = GrammarTrials(info.path, info.vocab_size, info.eos_token_ids)
+    made = trials_of_demo(demo_model_path)
     yield made
     made.close()
 
@@ -32,10 +37,10 @@ def test_a_check_says_what_the_compiler_says(trials: GrammarTrials, compiler: An
     """Forms, what they leave out, and errors; one process does all of them."""
     loose = Grammar.json_schema({"type": "string", "format": "password"}, "f")
     assert [trials.checked(one) for one in (OBJECT, loose)] == [compiler.checked(one) for one in (OBJECT, loose)]
-    (process,) = trials._idle
+    (process,) = trials.idle_pids()
     with pytest.raises(GrammarError, match="look-ahead"):
         trials.checked(Grammar.regex("(?=a)", "f"))
-    assert trials._idle == [process]
+    assert trials.idle_pids() == [process]
 
 
 @pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGSEGV])
@@ -46,11 +51,12 @@ def test_a_grammar_that_ends_its_process_is_refused(trials: GrammarTrials, numbe
             trials.checked(ENDLESS)
     else:
         trials.checked(OBJECT)
-        os.kill(trials._idle[0]._popen.pid, number)
-        trials._idle[0]._popen.wait()
+        (process,) = trials.idle_pids()
+        os.kill(process, number)
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
         with pytest.raises(GrammarError, match="too much work"):
             trials.checked(OBJECT)
-    assert trials._idle == []
+    assert trials.idle_pids() == []
     assert trials.checked(OBJECT)[1] == ()
 
 
@@ -67,10 +73,10 @@ def test_a_process_that_was_idle_for_too_long_is_followed_by_another(trials: Gra
         trials.checked(OBJECT)
 
 
-def test_a_check_ends_with_its_client(trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_ends_with_its_client(trials: GrammarTrials, demo_model_path: Path) -> None:
     """Its process is killed, and its place is free at once."""
     trials.checked(OBJECT)
-    (process,) = trials._idle
+    (process,) = trials.idle_pids()
     job, ended = ThreadJob(), threading.Event()
 
     def check() -> None:
@@ -87,7 +93,10 @@ def test_a_check_ends_with_its_client(trials: GrammarTrials, monkeypatch: pytest
     job.abandoned = True
     assert ended.wait(30)
     thread.join()
-    assert process._popen.returncode is not None and trials._idle == []
-    monkeypatch.setattr(trials, "_clock", iter([0.0, 1000.0]).__next__)
+    assert trials.idle_pids() == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+    late = trials_of_demo(demo_model_path, iter([0.0, 1000.0]).__next__)
     with pytest.raises(GrammarError, match="too much work"):
-        trials.checked(ENDLESS)
+        late.checked(ENDLESS)
+    assert late.idle_pids() == []
