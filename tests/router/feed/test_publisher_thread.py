@@ -8,8 +8,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.feed import publisher as module
-from router.feed.publisher import UNHEALTHY_AFTER_S, FeedPublisher
+from router.feed.publisher import MAX_WAITING_BATCHES, UNHEALTHY_AFTER_S, FeedPublisher
 from router.feed.sequencing import NONCE_BYTES
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksStored, Event
@@ -95,18 +94,18 @@ def test_a_feed_with_nothing_to_publish_is_healthy(feed: Feed) -> None:
     assert not feed.healthy(), "its thread has ended"
 
 
-def test_events_queued_for_a_blocked_thread_are_bounded(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_WAITING_BATCHES", 5)
+def test_events_queued_for_a_blocked_thread_are_bounded(feed: Feed) -> None:
+    most = MAX_WAITING_BATCHES
     feed.free.clear()
     feed.put_and_wait(stored(0))
-    waiting: list[Sequence[Event]] = [(stored(number),) for number in range(1, 13)]
+    waiting: list[Sequence[Event]] = [(stored(number),) for number in range(1, 2 * most + 3)]
     for events in waiting:
         feed.put(events)
-    assert len(feed._waiting) <= 5
+    assert len(feed._waiting) <= most
     assert feed.mirror_drifts == 2
     feed.free.set()
     feed.stop()
-    assert feed.published == [stored(0), stored(11), stored(12)]
+    assert feed.published == [stored(0), stored(2 * most + 1), stored(2 * most + 2)]
 
 
 class SlowAsker:

@@ -7,14 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.load import PULL_PRICE, ROUTER_ACTIVE_S, LoadTable
+from router.load import DEFAULT_PREFILL_TOKENS_PER_S, PULL_PRICE, ROUTER_ACTIVE_S, LoadTable
 from router.protocol.events import LoadReport
-
-
-@pytest.fixture(autouse=True)
-def _round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.load.DEFAULT_PREFILL_TOKENS_PER_S", 100.0)
-    monkeypatch.setattr("router.load.RESERVATION_TTL_S", 10.0)
 
 
 def table(*replicas: str) -> LoadTable:
@@ -175,9 +169,9 @@ def test_a_rate_that_no_replica_has_measured_is_the_usual_one() -> None:
     """A replica has the default prefill rate until it reports one, and pulls nothing until it reports a pull rate."""
     loads = table("a", "b")
     loads.report("b", msgspec.structs.replace(report(rate=50.0), pull_tokens_per_s=1000.0), 0.0)
-    assert loads.seconds_per_token.tolist() == [1 / 100, 1 / 50]
+    assert loads.seconds_per_token.tolist() == [1 / DEFAULT_PREFILL_TOKENS_PER_S, 1 / 50]
     loads.report("a", report(), 0.0)
-    assert loads.seconds_per_token[0] == 1 / 100, "another's rate is not its own"
+    assert loads.seconds_per_token[0] == 1 / DEFAULT_PREFILL_TOKENS_PER_S, "another's rate is not its own"
     assert [loads.replicas[name].pull_pace for name in "ab"] == [inf, 0.05]
     assert (loads.num_pulling, loads.pull_shares.tolist()) == (1, [1.0, 0.05 * PULL_PRICE])
     loads.remove_replica("a")

@@ -6,7 +6,7 @@ import pytest
 
 from router.candidates import RoutingView, plan_pull, work_tokens
 from router.core import RoutingCore
-from router.load import LoadTable
+from router.load import PULL_PRICE, LoadTable
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import RoutedRequest
 from router.settings import PolicySettings
@@ -17,12 +17,11 @@ PULLING = PolicySettings(min_pull_tokens=100)
 REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
 
 
-@pytest.fixture(autouse=True)
-def _no_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.load.PULL_PRICE", 1.0)
+PRICED = 10_000.0 * PULL_PRICE
+"""Tokens/s of a pull of which each costs a tenth of one computed at 1,000 tokens/s."""
 
 
-def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
+def load(queued: int, pull_rate: float = PRICED) -> LoadReport:
     return cores.load(queued, 0, int(queued > 0), pull_tokens_per_s=pull_rate)
 
 
@@ -32,8 +31,8 @@ def pulling(policy: str, chain: bytes) -> RoutingCore:
     return core_of({"b": load(90_000), "a": load(0)}, {"b": chain}, policy=policy, scoring=scoring)
 
 
-def loads_of(pull_rate: float = 10_000.0, **queued: int) -> LoadTable:
-    """Return replicas that compute 1,000 tokens/s and pull ten times as many."""
+def loads_of(pull_rate: float = PRICED, **queued: int) -> LoadTable:
+    """Return replicas that compute 1,000 tokens/s and pull at a tenth of the cost."""
     loads = LoadTable("me")
     for name, tokens in queued.items():
         loads.add_replica(name)
@@ -46,20 +45,18 @@ def view_of(match: dict[str, int], loads: LoadTable) -> RoutingView:
 
 
 @pytest.mark.parametrize(
-    ("match", "pull_rate", "price", "expected"),
+    ("match", "pull_rate", "expected"),
     [
-        pytest.param({"b": 600}, 10_000.0, 1.0, [460, 400, 460], id="600 pulled tokens weigh as 60 computed ones"),
-        pytest.param({"b": 600}, 10_000.0, 3.0, [580, 400, 580], id="at a price of 3 three times as much"),
-        pytest.param({"b": 600}, 10_000.0, 99.0, [1000, 400, 1000], id="never more than computing"),
-        pytest.param({"b": 600, "c": 300}, 10_000.0, 1.0, [460, 400, 430], id="a holder of a part pulls the rest"),
-        pytest.param({"b": 600, "c": 501}, 10_000.0, 1.0, [460, 400, 499], id="a short pull is not worth its set-up"),
-        pytest.param({"b": 600}, 900.0, 1.0, [1000, 400, 1000], id="a link slower than computing"),
+        pytest.param({"b": 600}, PRICED, [460, 400, 460], id="600 pulled tokens weigh as 60 computed ones"),
+        pytest.param({"b": 600}, PRICED / 3, [580, 400, 580], id="at a third of the rate three times as much"),
+        pytest.param({"b": 600}, 10_000.0, [400 + 60 * PULL_PRICE, 400, 400 + 60 * PULL_PRICE], id="more by the price"),
+        pytest.param({"b": 600}, 1001.0, [1000, 400, 1000], id="never more than computing"),
+        pytest.param({"b": 600, "c": 300}, PRICED, [460, 400, 430], id="a holder of a part pulls the rest"),
+        pytest.param({"b": 600, "c": 501}, PRICED, [460, 400, 499], id="a short pull is not worth its set-up"),
+        pytest.param({"b": 600}, 900.0, [1000, 400, 1000], id="a link slower than computing"),
     ],
 )
-def test_the_work_that_is_left(
-    match: dict[str, int], pull_rate: float, price: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("router.load.PULL_PRICE", price)
+def test_the_work_that_is_left(match: dict[str, int], pull_rate: float, expected: list[float]) -> None:
     loads = loads_of(pull_rate, a=0, b=0, c=0)
     assert work_tokens(view_of(match, loads)).tolist() == pytest.approx(expected)
     assert (plan_pull(view_of(match, loads), "a", 0) == ("", 0)) == (pull_rate < 1000.0)
@@ -92,7 +89,7 @@ def test_a_prefix_in_the_pool_is_preferred_to_one_below_it() -> None:
 def test_each_replica_pulls_at_the_rate_it_reports() -> None:
     """Rates differ; a replica with no valid rate pulls nothing; a departed one is forgotten."""
     loads = LoadTable("me")
-    rates = {"fast": 20_000.0, "slow": 2000.0, "silent": 0.0, "nonsense": float("nan"), "holder": -1.0}
+    rates = {"fast": 2 * PRICED, "slow": PRICED / 5, "silent": 0.0, "nonsense": float("nan"), "holder": -1.0}
     for name, rate in rates.items():
         loads.add_replica(name)
         loads.report(name, load(0, rate), 0.0)

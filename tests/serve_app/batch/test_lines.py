@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.batch import lines as lines_module
 from serve_app.batch.batches import BATCH, StoredBatch, new_id
 from serve_app.batch.files import FILE, File
-from serve_app.batch.lines import PART_LINES, RawLine, checked, lines_of, request_of
+from serve_app.batch.lines import MAX_LINE_BYTES, PART_LINES, RawLine, checked, lines_of, request_of
 from serve_app.batch.wire import PageQuery, openai_batch, page
 from serve_app.errors import RequestTooLarge
 from tests.harness.virtual_time import passes
@@ -48,11 +47,11 @@ def test_lines_are_those_of_the_whole_text_in_any_chunks(text: bytes, cuts: list
     assert all(text[line.start :].startswith(line.raw) and not line.raw[:1].isspace() for line in found)
 
 
-def test_a_line_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 1000)
-    assert len(found_in(b"x" * 1000 + b"\n" + b"y" * 1000, [900, 1500])) == 2
+def test_a_line_has_a_bound() -> None:
+    most = MAX_LINE_BYTES
+    assert len(found_in(b"x" * most + b"\n" + b"y" * most, [most - 100, most + most // 2])) == 2
     with pytest.raises(RequestTooLarge):
-        found_in(b"x" * 1001, [900])
+        found_in(b"x" * (most + 1), [most - 100])
 
 
 def test_a_line_is_asked_for_as_it_is_written_but_for_its_stream() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from serve_app.cache_misses.documents import Located, located, prompts_of
-from serve_app.cache_misses.lint import ChangingPlace, Linter, LintReport, RoughTokens
+from serve_app.cache_misses.lint import MAX_FINDINGS, ChangingPlace, Linter, LintReport, RoughTokens
 from serve_app.cache_misses.rules import CAUSES, REMEDIES, written
 from serve_app.cli.main import app
 from serve_app.errors import InvalidRequest
@@ -328,12 +328,11 @@ def test_texts_of_a_file_are_never_commands(tmp_path: Path) -> None:
     assert status == 1 and not re.search(r"[^\n\x20-\x7e\xa0-\u2027\u2030-\uffff]", said)
 
 
-def test_a_long_log_lists_a_bounded_number_of_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.cache_misses.lint.MAX_FINDINGS", 3)
+def test_a_long_log_lists_a_bounded_number_of_places(tmp_path: Path) -> None:
     file = io.StringIO()
-    for at in range(6):
-        print(f"{'x' * at}\nToday is {{date}}.", file=file)
+    for at in range(MAX_FINDINGS + 3):
+        print(f"{at}\nToday is {{date}}.", file=file)
     path = tmp_path / "prompt.txt"
     path.write_text(file.getvalue())
     report = lint(path)
-    assert (len(report.findings), report.unlisted) == (3, 3)
+    assert (len(report.findings), report.unlisted) == (MAX_FINDINGS, 3)

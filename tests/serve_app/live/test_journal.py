@@ -1,10 +1,8 @@
 """The latest requests of each tenant: room by tenant, order, and what a tenant may see."""
 
-import pytest
-
 from serve_app.errors import LimitReason
-from serve_app.live import journal as module
 from serve_app.live.journal import KEPT_REQUESTS, Journal, latest
+from serve_app.live.tally import MAX_TENANTS
 
 REASON = LimitReason("ingress", "concurrent_requests", 3, 3)
 
@@ -21,20 +19,19 @@ def test_a_busy_tenant_takes_no_room_from_another() -> None:
     assert [row["at_s"] for row in journal.of("busy")] == [*range(9 * KEPT_REQUESTS, 10 * KEPT_REQUESTS)]
 
 
-def test_tenants_that_are_no_longer_configured_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_that_are_no_longer_configured_are_dropped() -> None:
     """So is the least recently active one beyond the limit for all."""
-    names = ["a", "b", "c"]
+    names = [f"t{number}" for number in range(MAX_TENANTS + 1)]
     journal = Journal(lambda: len(names))
-    for name in "abc":
+    for name in names[:-1]:
         journal.refused(name, REASON)
-    assert all(journal.of(name) for name in "abc")
-    monkeypatch.setattr(module, "MAX_TENANTS", 2)
-    journal.refused("c", REASON)
-    assert not journal.of("a") and journal.of("b") and len(journal.of("c")) == 2
-    names.pop()
-    names.pop()
-    journal.refused("c", REASON)
-    assert not journal.of("b")
+    assert all(journal.of(name) for name in names[:-1])
+    first, second, *_, last = names
+    journal.refused(last, REASON)
+    assert not journal.of(first) and journal.of(second) and journal.of(last)
+    del names[1:]
+    journal.refused(last, REASON)
+    assert not journal.of(second) and len(journal.of(last)) == 2
 
 
 def test_requests_of_all_ingresses_are_in_one_order_and_tenants_see_no_load_of_others() -> None:

@@ -124,16 +124,16 @@ def test_a_gpu_attends_by_the_formula(dtype: torch.dtype, device: torch.device) 
     check(cases, 3, dtype, in_place=device.type == "cpu", device=device)
 
 
-def test_a_common_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_common_prefix_is_read_once() -> None:
     """The rest is copied, with one copy per length. docs: decisions"""
-    monkeypatch.setattr(reads, "LONG_RUN_TOKENS", 32)
-    shared = [*range(10, 20)]
-    cases = [(1, 40, [*shared, 30]), (1, 46, [*shared, 20, 31]), (1, 4, [50, 51])]
-    pool = KvPool(1, 64, SIZE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
+    end = 10 + reads.LONG_RUN_TOKENS // SIZE
+    shared, past = [*range(10, end)], reads.LONG_RUN_TOKENS
+    cases = [(1, past, [*shared, end + 10]), (1, past + 6, [*shared, end, end + 11]), (1, 4, [end + 30, end + 31])]
+    pool = KvPool(1, end + 44, SIZE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
     in_place, copied = plan_step(pool, segments_of(cases), in_place=True).reads
-    assert (in_place.place, in_place.rows) == (slice(40, 80), slice(0, 2))
+    assert (in_place.place, in_place.rows) == (slice(40, 40 + past), slice(0, 2))
     assert copied.rows == slice(0, 3)
-    assert sorted(copied.place.tolist()) == [20, 30, 30, 31, 50, 51]  # type: ignore[union-attr]
+    assert sorted(copied.place.tolist()) == [end + each for each in (0, 10, 10, 11, 30, 31)]  # type: ignore[union-attr]
 
 
 def test_requests_get_the_same_tokens_over_copies(

@@ -3,11 +3,15 @@
 from collections import Counter
 from decimal import Decimal
 
-import pytest
-
 from serve_app.config.tenants import PriceConfig
-from serve_app.ingress.observe import tenants as module
-from serve_app.ingress.observe.tenants import held_tokens, refusals_by_tenant, spent_today, tenant_row, tenant_rows
+from serve_app.ingress.observe.tenants import (
+    MAX_ROWS,
+    held_tokens,
+    refusals_by_tenant,
+    spent_today,
+    tenant_row,
+    tenant_rows,
+)
 from serve_app.live.tally import Bucket
 from serve_app.usage import Counts, UsageKey
 
@@ -32,7 +36,7 @@ def test_a_row_has_counts_and_rates_of_its_span() -> None:
     assert (idle["requests_per_s"], idle["hit_rate"], idle["ttft_p95_s"], idle["refused_by"]) == (0.0, None, None, [])
 
 
-def test_the_busiest_tenants_come_first_and_one_sees_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_busiest_tenants_come_first_and_one_sees_itself_alone() -> None:
     """Counts of all ingresses are summed. A refused request is one, too."""
     here = {"b": bucket(requests=2), "c": bucket(refused=9)}
     there = {"b": bucket(requests=3), "none": bucket(failed=1)}
@@ -45,8 +49,9 @@ def test_the_busiest_tenants_come_first_and_one_sees_itself_alone(monkeypatch: p
     ]
     assert [row["tenant"] for row in tenant_rows([here, there], ["b"], 60.0, "b")] == ["b"]
     assert [row["tenant"] for row in tenant_rows([here, there], ["a"], 60.0, "a")] == ["a"]
-    monkeypatch.setattr(module, "MAX_ROWS", 2)
-    assert len(tenant_rows([here, there], ["a", "b", "c"], 60.0)) == 2
+    many = [f"t{number}" for number in range(MAX_ROWS + 1)]
+    assert [row["tenant"] for row in tenant_rows([here, there], many, 60.0)][:2] == ["c", "b"]
+    assert len(tenant_rows([here, there], many, 60.0)) == MAX_ROWS
 
 
 def test_refusals_name_tenant_limit_and_remedy() -> None:
