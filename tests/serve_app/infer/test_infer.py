@@ -16,6 +16,7 @@ from serve_app.batch.batch_file import read_lines
 from serve_app.cli.main import app
 from tests.serve_app.engine.adapters import save_adapter
 
+SECRET = {"WARMPATH_SECRET": "0123456789abcdef"}
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SYSTEM = {"role": "system", "content": "You are a helpful Python programming assistant."}
 
@@ -34,15 +35,14 @@ class Runner:
         out.unlink(missing_ok=True)
         files = ["--input-file", str(given), "--output-file", str(out)]
         settings = ["--model", str(self.model), "--set", "block_size=4", "--set", "dtype=float32"]
-        result = CliRunner().invoke(app, ["infer", *files, *settings, *shlex.split(flags)])
+        result = CliRunner(env=SECRET).invoke(app, ["infer", *files, *settings, *shlex.split(flags)])
         found = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         assert all(line.keys() == {"id", "custom_id", "response", "error"} for line in found)
         return result, {line["custom_id"]: line["response"] for line in found}
 
 
 @pytest.fixture
-def runner(tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    monkeypatch.setenv("WARMPATH_SECRET", "0123456789abcdef")
+def runner(tiny_model_path: Path, tmp_path: Path) -> Runner:
     return Runner(tiny_model_path, tmp_path)
 
 
@@ -243,7 +243,7 @@ class Edge:
             names.append(folder / f"edge{number}.json")
             names[-1].write_text(given if isinstance(given, str) else json.dumps(given), encoding="utf-8-sig")
         where = [] if "--url" in flags else ["--model", str(self.runner.model), "--set", "block_size=4"]
-        result = CliRunner().invoke(app, ["infer", *map(str, names), *where, *shlex.split(flags)])
+        result = CliRunner(env=SECRET).invoke(app, ["infer", *map(str, names), *where, *shlex.split(flags)])
         outputs = [name.with_name(f"{name.stem}.responses.json") for name in names]
         found = [json.loads(output.read_text()) for output in outputs if output.exists()]
         assert all(output["input_file"] == str(name) for output, name in zip(found, names, strict=False))
@@ -338,9 +338,8 @@ def test_the_order_is_the_one_that_computes_least_unless_it_is_kept(runner: Runn
     assert found[""][1] == found["--keep-order"][1]
 
 
-def test_each_of_several_models_answers_the_lines_that_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_of_several_models_answers_the_lines_that_name_it(tmp_path: Path) -> None:
     """By its name or an alias; a line without a name is the first model's, or that of ``--model``."""
-    monkeypatch.setenv("WARMPATH_SECRET", "0123456789abcdef")
     models = [{"served_model_name": name, "engine": "simulated"} for name in ("one", "two")]
     settings = {"model": "demo", "replicas": 2, "models": models, "aliases": {"gpt-4o": "two"}}
     (tmp_path / "settings.yaml").write_text(json.dumps(settings))
@@ -349,11 +348,11 @@ def test_each_of_several_models_answers_the_lines_that_name_it(tmp_path: Path, m
     (tmp_path / "in.jsonl").write_text("\n".join([*lines, chat("wrong", "Who?", model="three")]))
     for flags, by_default, count in ((), "one", 3), (("--model", "gpt-4o"), "two", 4):
         arguments = ["infer", str(tmp_path / "in.jsonl"), "--config", str(tmp_path / "settings.yaml"), *flags]
-        result = CliRunner().invoke(app, arguments)
+        result = CliRunner(env=SECRET).invoke(app, arguments)
         assert result.exit_code == 1 and "failed: wrong" in said(result)
         found = [json.loads(line) for line in (tmp_path / "in.responses.jsonl").read_text().splitlines()]
         answering = {line["custom_id"]: line["response"]["body"].get("model") for line in found}
         assert answering == {"none": by_default, "one": "one", "two": "two", "alias": "two", "wrong": None}
         assert f"{by_default} answers {count} requests" in said(result)
-    refused = CliRunner().invoke(app, [*arguments[:4], "--model", "three"])
+    refused = CliRunner(env=SECRET).invoke(app, [*arguments[:4], "--model", "three"])
     assert refused.exit_code == 2 and "name one of them: one, two" in said(refused)

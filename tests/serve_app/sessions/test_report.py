@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
-
-from serve_app.replica import session_gate as module
-from serve_app.replica.session_gate import session_report
+from serve_app.replica.session_gate import MOST_TOLD, session_report
 from tests.serve_app.sessions.test_admission import POOL, Bench
 from tests.serve_app.sessions.test_sessions import chain, turn
 
@@ -70,13 +67,14 @@ def test_a_tenant_is_told_nothing_that_depends_on_others() -> None:
     assert len(rows(bench)) == 3
 
 
-def test_only_the_latest_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_latest_are_told() -> None:
     """All are counted, and the report fits JSON."""
-    monkeypatch.setattr(module, "MOST_TOLD", 3)
-    bench = Bench()
-    for number in range(6):
+    bench, sessions = Bench(), MOST_TOLD + 3
+    for number in range(sessions):
         bench.clock.now_s = float(number)
         turn(bench.sessions, str(number), chain((f"{number}-", 20)), name=f"n{number}")
     told = session_report(bench.sessions, bench.admission, None, bench.clock())
-    assert told["sessions"] == 6
-    assert [row["session"] for row in json.loads(json.dumps(told))["rows"]] == ["n5", "n4", "n3"]
+    assert told["sessions"] == sessions
+    assert [row["session"] for row in json.loads(json.dumps(told))["rows"]] == [
+        f"n{number}" for number in range(sessions - 1, 2, -1)
+    ]

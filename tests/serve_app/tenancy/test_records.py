@@ -12,9 +12,20 @@ from hypothesis import strategies as st
 
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import AuthenticationFailed, Conflict, WarmpathError
-from serve_app.tenancy import records
 from serve_app.tenancy.lives import Lives
-from serve_app.tenancy.records import Declared, Edit, StoredTenant, Tenancy, key_id, merged, note_lives
+from serve_app.tenancy.records import (
+    MAX_KEYS,
+    MAX_KEYS_OF_TENANT,
+    MAX_TENANTS,
+    Declared,
+    Edit,
+    StoredKey,
+    StoredTenant,
+    Tenancy,
+    key_id,
+    merged,
+    note_lives,
+)
 from serve_app.tenants import Tenants, name_of
 
 NAMES, KEYS = ("acme", "globex", "zeta"), ("k0", "k1", "k2", "k3")
@@ -285,26 +296,28 @@ def edit_of(document: Tenancy, *declared: TenantConfig) -> Edit:
     return Edit(document, Lives(), Declared(declared), "o", NOW_S)
 
 
-def test_tenants_and_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_TENANTS", 2)
-    monkeypatch.setattr(records, "MAX_KEYS", 3)
-    monkeypatch.setattr(records, "MAX_KEYS_OF_TENANT", 2)
+def test_tenants_and_keys_are_bounded() -> None:
     acme = TenantConfig.model_validate({"name": "acme", "key_sha256": [digest("declared")]})
     edit = edit_of(Tenancy(), acme)
-    for name in ("b", "c"):
+    names = [f"t{number}" for number in range(MAX_TENANTS)]
+    for name in names:
         edit.add_tenant(name, {})
     for change in (edit.add_tenant, edit.set_tenant):
         name = "acme" if change == edit.set_tenant else "d"
-        with pytest.raises(Conflict, match="There are 2 tenants, the most"):
+        with pytest.raises(Conflict, match=f"There are {MAX_TENANTS} tenants, the most"):
             change(name, {"disabled": True})
-    for number in range(2):
-        edit.add_key(digest(f"b{number}"), "b", "", None)
-    with pytest.raises(Conflict, match="There are 2 keys, the most"):
-        edit.add_key(digest("b2"), "b", "", None)
-    edit.add_key(digest("c0"), "c", "", None)
-    with pytest.raises(Conflict, match="There are 3 keys, the most"):
-        edit.add_key(digest("c1"), "c", "", None)
-    with pytest.raises(Conflict, match="There are 3 keys, the most"):
+    full, other, *more = names
+    for number in range(MAX_KEYS_OF_TENANT):
+        edit.add_key(digest(f"b{number}"), full, "", None)
+    with pytest.raises(Conflict, match=f"There are {MAX_KEYS_OF_TENANT} keys, the most"):
+        edit.add_key(digest("one more"), full, "", None)
+    for number in range(MAX_KEYS - MAX_KEYS_OF_TENANT - 1):
+        key = digest(f"of others {number}")
+        edit.document.keys[key] = StoredKey(key, more[number % len(more)], added=True)
+    edit.add_key(digest("c0"), other, "", None)
+    with pytest.raises(Conflict, match=f"There are {MAX_KEYS} keys, the most"):
+        edit.add_key(digest("c1"), other, "", None)
+    with pytest.raises(Conflict, match=f"There are {MAX_KEYS} keys, the most"):
         edit.change_key(key_id(digest("declared")), {"disabled": True})
 
 

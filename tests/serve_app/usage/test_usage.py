@@ -6,6 +6,7 @@ import sqlite3
 import stat
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -89,13 +90,15 @@ def test_a_file_survives_and_is_shared(tmp_path: Path) -> None:
     assert later.file_id == one.file_id
 
 
-def test_usage_that_cannot_be_written_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_that_cannot_be_written_is_kept(tmp_path: Path) -> None:
     """A file that fails for a while loses nothing."""
     ledger = ledger_of(tmp_path / "usage.sqlite")
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger, "_database", sqlite3.connect(":memory:"))
+    with closing(sqlite3.connect(tmp_path / "usage.sqlite")) as other:
+        other.execute("ALTER TABLE usage RENAME TO away")
         ledger.answer("acme", "m", "", 5)
         ledger.flush()
+        assert other.execute("SELECT * FROM away").fetchall() == []
+        other.execute("ALTER TABLE away RENAME TO usage")
     ledger.answer("acme", "m", "", 5)
     assert [counts.output_tokens for _, counts in everything(ledger)] == [10]
     with pytest.raises(LedgerError, match="usage_file"):

@@ -41,10 +41,12 @@ def test_each_of_several_models_follows_from_its_own_workers(tmp_path: Path) -> 
 
 
 def test_each_server_that_is_unfit_or_cannot_be_followed_is_told_in_a_sentence_at_the_start(
-    demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo_model_path: Path, tmp_path: Path
 ) -> None:
     """The others serve: the settings follow from the first of them."""
-    monkeypatch.delenv("WARMPATH_WORKER_KEY", raising=False)
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text("ours")
     tokenizer = str(demo_model_path / "tokenizer.json")
     unlike: list[dict[str, Any]] = [
         {"owner": "ollama"},
@@ -56,7 +58,9 @@ def test_each_server_that_is_unfit_or_cannot_be_followed_is_told_in_a_sentence_a
     with ExitStack() as stack:
         given = ({"tokenizer": tokenizer, **options} for options in unlike)
         servers = [stack.enter_context(doubles(1, **options))[0] for options in given]
-        settings = AppConfig(engine="remote", model="demo", workers=[server.entry for server in servers])
+        settings = AppConfig(
+            engine="remote", model="demo", workers=[server.entry for server in servers], worker_key_file=key
+        )
         settings = settings.model_copy(update=settings_by_workers(settings))
         found = [finding for finding in workers(Look("start", settings)) if finding.state != "ok"]
     assert settings.block_size == 16

@@ -1,6 +1,5 @@
 """`warmpath prompts`: versions are locked and changes found; an instance's answers cannot harm a terminal."""
 
-import io
 import json
 import re
 import threading
@@ -9,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from serve_app.cli import console
@@ -18,8 +16,12 @@ from serve_app.cli.main import app
 OTHERS = "does not answer as warmpath does"
 
 
-def run(*arguments: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["prompts", *map(str, arguments)])
+NO_KEYS: dict[str, str | None] = {"WARMPATH_OPERATOR_KEY": None, "WARMPATH_API_KEY": None}
+
+
+def run(*arguments: str | Path, **keys: str) -> tuple[int, str]:
+    """``keys``: the variables with API keys that are set."""
+    result = CliRunner(env=NO_KEYS | keys).invoke(app, ["prompts", *map(str, arguments)])
     return result.exit_code, result.output
 
 
@@ -47,8 +49,8 @@ class Instance(HTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.keys: list[str | None] = []
 
-    def asked(self) -> tuple[int, str]:
-        return run("status", "--url", f"http://127.0.0.1:{self.server_port}")
+    def asked(self, **keys: str) -> tuple[int, str]:
+        return run("status", "--url", f"http://127.0.0.1:{self.server_port}", **keys)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -65,9 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
-    for name in ("WARMPATH_OPERATOR_KEY", "WARMPATH_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
+def instance() -> Iterator[Instance]:
     with Instance() as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -105,23 +105,21 @@ def test_nobody_answers_is_one_sentence() -> None:
     assert status == 2 and said.startswith("error: no server answers at http://127.0.0.1:9: ") and "Errno" not in said
 
 
-def test_an_operators_key_comes_before_a_tenants(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operators_key_comes_before_a_tenants(instance: Instance) -> None:
     instance.body = '{"data": []}'
-    for name, key in (("WARMPATH_API_KEY", "a"), ("WARMPATH_OPERATOR_KEY", "b")):
-        monkeypatch.setenv(name, key)
-        assert instance.asked()[0] == 0
+    for keys in ({"WARMPATH_API_KEY": "a"}, {"WARMPATH_API_KEY": "a", "WARMPATH_OPERATOR_KEY": "b"}):
+        assert instance.asked(**keys)[0] == 0
     assert instance.keys == ["Bearer a", "Bearer b"]
 
 
-def test_names_of_a_server_are_never_commands(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_a_server_are_never_commands(instance: Instance, capsys: pytest.CaptureFixture[str]) -> None:
     """A name with terminal commands is shown as text, also if an error quotes a server."""
     wrong = "[/]\x1b]52;c;cm0gLXJm\x1b\\\x9b2J\u202e"
-    out = io.StringIO()
-    monkeypatch.setattr(console, "console", Console(file=out))
     with pytest.raises(SystemExit):
         console.fail(wrong)
+    refused = capsys.readouterr().err
     prompt = {"name": wrong, "tenant": wrong, "promoted": wrong, "previous": wrong, "versions": []}
     instance.body = json.dumps({"data": [{**prompt, "warm": [{"replicas": [wrong]}]}]})
-    shown = instance.asked()[1] + out.getvalue()
+    shown = instance.asked()[1] + refused
     assert shown.count("[/]") == 6
     assert re.findall(r"[^\n\x20-\x7e\xa0-\u2027\u2030-\uffff]", shown) == []

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import httpx
 import pytest
@@ -25,46 +26,50 @@ SPEAKING = [
 """The modules whose refusals these commands show."""
 
 
+@dataclass
+class AdminCommands:
+    """Runs commands about one server, which they read from the environment, with the key of an operator."""
+
+    url: str
+
+    def __call__(self, words: str, *more: str, status: int = 0, key: str = OPERATOR) -> str:
+        runner = CliRunner(env={"WARMPATH_URL": self.url, "WARMPATH_OPERATOR_KEY": key})
+        result = runner.invoke(app, [*words.split(), *more], terminal_width=200)
+        assert result.exit_code == status, result.output
+        return result.output
+
+    def let_in(self, key: str) -> bool:
+        return httpx.get(f"{self.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+
 @pytest.fixture
-def url(checkpoint: ReadCheckpoint, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def run(checkpoint: ReadCheckpoint) -> Iterator[AdminCommands]:
     declared = tenants(acme=None)
     config = config_of("m0", tenants=declared, operator_key_sha256=[digest(OPERATOR)])
 
     async def application() -> ASGIApp:
         return (await Several.open(checkpoint, config)).application
 
-    monkeypatch.setenv("WARMPATH_OPERATOR_KEY", OPERATOR)
     with Loopback(application) as running:
-        monkeypatch.setenv("WARMPATH_URL", running.url)
-        yield running.url
+        yield AdminCommands(running.url)
 
 
-def run(words: str, *more: str, status: int = 0) -> str:
-    result = CliRunner().invoke(app, [*words.split(), *more], terminal_width=200)
-    assert result.exit_code == status, result.output
-    return result.output
-
-
-def let_in(url: str, key: str) -> bool:
-    return httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
-
-
-def test_a_tenant_and_its_keys_from_the_command_line(url: str) -> None:
+def test_a_tenant_and_its_keys_from_the_command_line(run: AdminCommands) -> None:
     run("tenants add zeta tokens_per_minute=60000", "budget={tokens: 5000000, period: day}")
     listed = run("tenants list").splitlines()
     assert listed[0] == "acme  settings  1 key"
     words = "zeta  database  0 keys  tokens_per_minute=60000  budget={tokens: 5000000, period: day, hard: true}"
     assert listed[1] == words
-    made = run("keys new zeta --expires 90d --label build --url", url)
+    made = run("keys new zeta --expires 90d --label build --url", run.url)
     key, name = re.findall(r"key: (wp-\S+)\n(key_\w+)  zeta  database  active  until \S+Z  \(build\)", made)[0]
-    assert let_in(url, key)
+    assert run.let_in(key)
     turned = run(f"keys rotate {name} --overlap 0")
     newer, other = re.findall(r"key: (wp-\S+)\n(key_\w+) ", turned)[0]
-    assert let_in(url, newer) and not let_in(url, key) and f"{name}  zeta  database  expired" in turned
+    assert run.let_in(newer) and not run.let_in(key) and f"{name}  zeta  database  expired" in turned
     run(f"keys disable {other}")
-    assert not let_in(url, newer)
+    assert not run.let_in(newer)
     run(f"keys enable {other}")
-    assert let_in(url, newer)
+    assert run.let_in(newer)
     assert "until 2100-01-01T00:00:00Z" in run(f"keys expire {other} 2100-01-01T00:00:00Z")
     assert run("keys list zeta").count("\n") == 2 and newer not in run("keys list")
     run(f"keys delete {name}")
@@ -72,9 +77,9 @@ def test_a_tenant_and_its_keys_from_the_command_line(url: str) -> None:
     assert "(changed: models)" in run("tenants set acme models=[m1]")
     assert "changed" not in run("tenants reset acme")
     run("tenants set zeta disabled=true")
-    assert not let_in(url, newer)
+    assert not run.let_in(newer)
     run("tenants remove zeta")
-    assert run("tenants list") == "acme  settings  1 key\n" and let_in(url, key_of("acme"))
+    assert run("tenants list") == "acme  settings  1 key\n" and run.let_in(key_of("acme"))
     told = run("tenants changes --limit 3").splitlines()
     assert [line.split()[2] for line in told] == ["tenant.removed", "tenant.changed", "tenant.reset"]
     assert all(f"operator_{digest(OPERATOR)[:16]}" in line for line in told)
@@ -97,7 +102,7 @@ def test_a_tenant_and_its_keys_from_the_command_line(url: str) -> None:
         ("keys expire key_1 2001-01-01T00:00:00Z", "future"),
     ],
 )
-def test_mistakes_say_what_to_do(url: str, words: str, sentence: str) -> None:
+def test_mistakes_say_what_to_do(run: AdminCommands, words: str, sentence: str) -> None:
     assert sentence in run(words, status=2)
 
 
@@ -108,12 +113,11 @@ def test_refusals_speak_of_commands_and_not_of_routes() -> None:
     assert named == set(WORDS)
 
 
-def test_a_url_without_its_scheme_or_with_the_clients_path_is_understood(url: str) -> None:
-    address = url.removeprefix("http://")
-    assert run(f"tenants list --url {address}") == run(f"tenants list --url {url}/v1/") == run("tenants list")
+def test_a_url_without_its_scheme_or_with_the_clients_path_is_understood(run: AdminCommands) -> None:
+    address = run.url.removeprefix("http://")
+    assert run(f"tenants list --url {address}") == run(f"tenants list --url {run.url}/v1/") == run("tenants list")
 
 
-def test_a_tenants_key_changes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WARMPATH_OPERATOR_KEY", key_of("acme"))
-    assert "operator key" in run("tenants list", status=2)
-    assert "--label needs --url" in run("keys new acme --label x", status=2)
+def test_a_tenants_key_changes_nothing(run: AdminCommands) -> None:
+    assert "operator key" in run("tenants list", status=2, key=key_of("acme"))
+    assert "--label needs --url" in run("keys new acme --label x", status=2, key=key_of("acme"))
