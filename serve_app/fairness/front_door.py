@@ -155,7 +155,8 @@ class FrontDoor:
 
     def let_in(self, tenant: str, requests: int, body_bytes: int) -> None:
         """Count what waits here from now on. Raises RateLimited, or Overloaded while no replica has started."""
-        self._shares.touch(tenant)
+        if requests:
+            self._shares.touch(tenant)
         more = [
             (budget, amount) for budget, amount in ((self._requests, requests), (self._bytes, body_bytes)) if amount
         ]
