@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app import budgets as budgets_module
-from serve_app.budgets import LOOKS, RESERVED_S, Budgets
+from serve_app.budgets import LOOK_S, LOOKS, RESERVED_S, Budgets
 from serve_app.config.live import BadSettings, app_config
 from serve_app.config.tenants import PriceConfig, TenantConfig
 from serve_app.errors import BudgetSpent, Overloaded, RateLimited
@@ -44,6 +44,35 @@ def asking(config: TenantConfig, prompt_tokens: int = 0, output_tokens: int = 0,
     return allowance
 
 
+class LeavingObjects(StoredObjects):
+    """Those of a database that does not answer while it is ``away``."""
+
+    away = False
+
+    async def get(self, *place: Any) -> Any:
+        self._reach()
+        return await super().get(*place)
+
+    async def change(self, *place: Any) -> bool:
+        self._reach()
+        return await super().change(*place)
+
+    async def insert(self, *place: Any, **more: Any) -> bool:
+        self._reach()
+        return await super().insert(*place, **more)
+
+    def _reach(self) -> None:
+        if self.away:
+            raise Overloaded("away")
+
+
+def objects_of(
+    file: Path, now_s: Callable[[], float] = lambda: NOON_S, kind: type[LeavingObjects] = LeavingObjects
+) -> LeavingObjects:
+    bounds = StorageLimits(3600, 1 << 30, now_s)
+    return kind(open_database(None, file, bounds), b"s" * 32, FairWorkers(Shares({})), bounds)
+
+
 def ingress(
     file: Path,
     config: TenantConfig,
@@ -52,10 +81,10 @@ def ingress(
     now_s: Callable[[], float] = lambda: NOON_S,
     of: int = 1,
     clock: Callable[[], float] = time.monotonic,
+    objects: StoredObjects | None = None,
 ) -> Budgets:
-    """Return the budgets of a new life of one of ``of`` ingresses."""
-    bounds = StorageLimits(3600, 1 << 30, now_s)
-    objects = StoredObjects(open_database(None, file, bounds), b"s" * 32, FairWorkers(Shares({})), bounds)
+    """Return the budgets of a new life of one of ``of`` ingresses. ``objects``: instead of those in the file."""
+    objects = objects or objects_of(file, now_s)
     priced = {name: PriceConfig.model_validate(price) for name, price in (prices or {}).items()}
     return Budgets([config], priced, objects, of, clock=clock)
 
@@ -271,27 +300,23 @@ def test_what_is_spent_stays_spent_whatever_period_and_time_it_is(tmp_path: Path
 
 @pytest.mark.parametrize("away_s", [0.5 * 86400, 86400, 2 * 86400, 30 * 86400])
 def test_the_last_spending_of_a_period_is_written_however_long_the_database_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away_s: float
+    tmp_path: Path, away_s: float
 ) -> None:
     """Other ingresses and a clock that is set back see it, whether or not the period ended long ago meanwhile."""
     now = [NOON_S]
-    config = tenant(tokens=1000, period="day")
-
-    async def away(*_: object) -> bool:
-        raise Overloaded("away")
+    config, objects = tenant(tokens=1000, period="day"), objects_of(tmp_path / "f", lambda: now[0])
 
     async def run() -> None:
-        budgets = ingress(tmp_path / "f", config, now_s=lambda: now[0])
+        budgets = ingress(tmp_path / "f", config, objects=objects)
         budgets.count(KEY, Counts(prompt_tokens=600))
         await budgets.flush()
-        with monkeypatch.context() as patch:
-            for name in ("get", "change", "insert"):
-                patch.setattr(StoredObjects, name, away)
-            budgets.count(KEY, Counts(prompt_tokens=70))
-            for _ in range(4):
-                await budgets.flush()
-                now[0] += away_s / 4
+        objects.away = True
+        budgets.count(KEY, Counts(prompt_tokens=70))
+        for _ in range(4):
             await budgets.flush()
+            now[0] += away_s / 4
+        await budgets.flush()
+        objects.away = False
         await budgets.flush()
         assert await used(ingress(tmp_path / "f", config)) == 670
 
@@ -300,11 +325,11 @@ def test_the_last_spending_of_a_period_is_written_however_long_the_database_is_a
 
 def test_a_counter_that_was_forgotten_or_lost_by_its_row_is_no_other_one(tmp_path: Path) -> None:
     """A period that ended long ago and comes again begins a new entry; an entry that its row lost is written again."""
-    now = [NOON_S]
-    config = tenant(tokens=1000, period="day")
+    now, passed_s = [NOON_S], [0.0]
+    config, objects = tenant(tokens=1000, period="day"), objects_of(tmp_path / "f", lambda: now[0])
 
     async def run() -> None:
-        budgets = ingress(tmp_path / "f", config, now_s=lambda: now[0])
+        budgets = ingress(tmp_path / "f", config, objects=objects, clock=lambda: passed_s[0])
         budgets.count(KEY, Counts(prompt_tokens=600))
         await budgets.flush()
         now[0] += 40 * 86400
@@ -315,11 +340,11 @@ def test_a_counter_that_was_forgotten_or_lost_by_its_row_is_no_other_one(tmp_pat
         assert await used(budgets) == 900
         await budgets.flush()
         assert await used(ingress(tmp_path / "f", config)) == 900
-        assert budgets._objects is not None
-        assert await budgets._objects.change("acme", "budget", "tokens 2026-11-27", lambda _: b"{}")
+        assert await objects.change("acme", "budget", "tokens 2026-11-27", lambda _: b"{}")
         now[0] += 1
         for _ in range(2):
-            await asyncio.wait([budgets._begin_look(budgets._of("acme", config.budget, "day"))])  # type: ignore[arg-type]
+            passed_s[0] += LOOK_S
+            await used(budgets)
         assert await used(ingress(tmp_path / "f", config)) == 300, "what this counter knows"
 
     asyncio.run(run())
@@ -367,17 +392,18 @@ def test_in_any_order_nothing_is_forgotten_and_no_more_is_let_in_than_a_naive_co
     configs = {period: tenant(tokens=most, period=period) for period in ("day", "month")}
     now, passed_s = [NOON_S], [0.0]
 
-    def begin() -> Budgets:
-        return ingress(file, configs[period], now_s=lambda: now[0], of=3, clock=lambda: passed_s[0])
+    def begin(objects: StoredObjects | None = None) -> Budgets:
+        return ingress(file, configs[period], now_s=lambda: now[0], of=3, clock=lambda: passed_s[0], objects=objects)
 
     def row() -> str:
         return f"{datetime.fromtimestamp(now[0], UTC):%Y-%m-%d}"
 
     async def run() -> None:
         nonlocal period
-        lives = [begin() for _ in range(3)]
+        databases = [objects_of(file, lambda: now[0]) for _ in range(3)]
+        lives = [begin(objects) for objects in databases]
         running: list[list[Allowance]] = [[], [], []]
-        total, still, away, apart = Counter[str](), True, set[int](), 0
+        total, still, apart = Counter[str](), True, 0
         for step, at, amount in steps:
             mine = lives[at]
             passed_s[0] += 2.0  # the last look is old
@@ -398,7 +424,7 @@ def test_in_any_order_nothing_is_forgotten_and_no_more_is_let_in_than_a_naive_co
                 if still:
                     name = row() if period == "day" else row()[:-3]
                     assert total[name] <= most + 400 + 3 * most // 1000 + apart * (most // 3 + 400)
-            elif step == "flush" and at not in away:
+            elif step == "flush" and not databases[at].away:
                 await mine.flush()
             elif step == "die":
                 # What its looks wrote is not lost, and those that ran there end elsewhere.
@@ -406,15 +432,13 @@ def test_in_any_order_nothing_is_forgotten_and_no_more_is_let_in_than_a_naive_co
                     await asyncio.wait(looks)  # or they would write after its death
                 for place, one in mine._spent.items():
                     total[place[1].removeprefix("tokens ")] -= int(one.own - one.written)
-                lives[at], running[at], still = begin(), [], False
-                away.discard(at)
-            elif step == "away" and at not in away:
-                away.add(at)
+                databases[at] = objects_of(file, lambda: now[0])
+                lives[at], running[at], still = begin(databases[at]), [], False
+            elif step == "away" and not databases[at].away:
+                databases[at].away = True
                 apart += 1
-                mine._objects = Away(mine._objects)  # type: ignore[assignment,arg-type]
-            elif step == "back" and at in away:
-                away.remove(at)
-                mine._objects = mine._objects.inner  # type: ignore[union-attr]
+            elif step == "back":
+                databases[at].away = False
             elif step in configs:
                 period, still = step, still and step == period
                 for each in lives:
@@ -422,8 +446,8 @@ def test_in_any_order_nothing_is_forgotten_and_no_more_is_let_in_than_a_naive_co
             elif step == "time":
                 now[0] += amount
                 still = still and amount in (1, 20)
-        for at in away:
-            lives[at]._objects = lives[at]._objects.inner  # type: ignore[union-attr]
+        for objects in databases:
+            objects.away = False
         for each in lives:
             await each.flush()
         for unit, name in (("day", row()), ("month", row()[:-3])):
@@ -432,19 +456,6 @@ def test_in_any_order_nothing_is_forgotten_and_no_more_is_let_in_than_a_naive_co
 
     period = "day"
     asyncio.run(run())
-
-
-class Away:
-    """A database that does not answer."""
-
-    def __init__(self, inner: StoredObjects) -> None:
-        self.inner = inner
-        self.now_s = inner.now_s
-
-    async def get(self, *_: object) -> bool:
-        raise Overloaded("away")
-
-    change = insert = get
 
 
 def test_no_request_waits_for_a_database_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,8 +469,8 @@ def test_no_request_waits_for_a_database_that_hangs(tmp_path: Path, monkeypatch:
     async def run() -> None:
         hangs = asyncio.Event()
 
-        class Hanging(Away):
-            async def get(self, *place: Any) -> Any:
+        class Hanging(LeavingObjects):
+            async def get(self, *_: Any) -> Any:
                 nonlocal asked
                 asked += 1
                 await hangs.wait()
@@ -467,14 +478,10 @@ def test_no_request_waits_for_a_database_that_hangs(tmp_path: Path, monkeypatch:
 
             async def change(self, *place: Any) -> bool:
                 await self.get()
-                return await self.inner.change(*place)
+                return await super().change(*place)
 
-            async def insert(self, *place: Any) -> bool:
-                return await self.inner.insert(*place)
-
-        budgets = ingress(tmp_path / "f", configs[0], of=2)
+        budgets = ingress(tmp_path / "f", configs[0], of=2, objects=objects_of(tmp_path / "f", kind=Hanging))
         budgets.configure(configs, {})
-        budgets._objects = Hanging(budgets._objects)  # type: ignore[assignment,arg-type]
         async with asyncio.timeout(120):
             await asyncio.gather(*(budgets.check(asking(config, 1), ()) for config in configs[:100]))
             assert len(await budgets.told(None)) == len(list(budgets.samples())) == 2000
@@ -499,9 +506,8 @@ def test_a_row_that_cannot_be_read_is_left_alone(tmp_path: Path, row: bytes, cap
     config = tenant(tokens=100, period="day")
 
     async def run() -> None:
-        budgets = ingress(tmp_path / "f", config)
-        objects = budgets._objects
-        assert objects is not None
+        objects = objects_of(tmp_path / "f")
+        budgets = ingress(tmp_path / "f", config, objects=objects)
         assert await objects.insert("acme", "budget", "tokens 2026-11-27", row, NOON_S + 1e6)
         await budgets.check(asking(config, 90), ())
         budgets.count(KEY, Counts(prompt_tokens=100))
@@ -545,26 +551,22 @@ def test_a_soft_budget_refuses_nothing_and_others_have_none(tmp_path: Path) -> N
     asyncio.run(run())
 
 
-def test_without_its_database_an_ingress_counts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tenant(tokens=100)
-
-    async def away(*_: object) -> bool:
-        raise Overloaded("away")
+def test_without_its_database_an_ingress_counts_alone(tmp_path: Path) -> None:
+    config, objects = tenant(tokens=100), objects_of(tmp_path / "f")
 
     async def run() -> None:
-        budgets = ingress(tmp_path / "f", config)
+        budgets = ingress(tmp_path / "f", config, objects=objects)
         other = ingress(tmp_path / "f", config)
         other.count(KEY, Counts(prompt_tokens=30))
         await other.flush()
         assert await used(budgets) == 30
-        with monkeypatch.context() as patch:
-            for name in ("get", "change", "insert"):
-                patch.setattr(StoredObjects, name, away)
+        objects.away = True
+        await budgets.check(asking(config), ())
+        budgets.count(KEY, Counts(prompt_tokens=70))
+        assert await used(budgets) == 100
+        with pytest.raises(BudgetSpent):
             await budgets.check(asking(config), ())
-            budgets.count(KEY, Counts(prompt_tokens=70))
-            assert await used(budgets) == 100
-            with pytest.raises(BudgetSpent):
-                await budgets.check(asking(config), ())
+        objects.away = False
         await budgets.flush()
         assert await used(ingress(tmp_path / "f", config)) == 100
 
