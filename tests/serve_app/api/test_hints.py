@@ -7,18 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.api.anthropic.request import parse_messages
 from serve_app.api.hints import Hints
 from serve_app.api.openai.request import parse_chat
-from serve_app.api.openai.responses.request import parse_response_request
+from tests.serve_app.api.openai.bodies import PARSERS
 
 CONTEXT = {"session_id": "one", "parent_session_id": "above", "session_final": True}
 HI: Any = [{"role": "user", "content": "Hi"}]
-BODIES: dict[Any, dict[str, Any]] = {
-    parse_chat: {"messages": HI},
-    parse_response_request: {"input": "Hi"},
-    parse_messages: {"messages": HI, "max_tokens": 5},
-}
+BODIES = {parse: body for name, (parse, body) in PARSERS.items() if name != "completion"}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

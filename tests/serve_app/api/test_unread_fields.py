@@ -9,27 +9,20 @@ import pytest
 from serve_app.api.anthropic.conversation import FAILED
 from serve_app.api.anthropic.request import MessagesBody, parse_messages
 from serve_app.api.json_body import JsonBody
-from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, parse_completion
+from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat
 from serve_app.api.openai.responses.request import ResponsesBody, parse_response_request
 from serve_app.api.request import ChatRequest, GenerateRequest
+from tests.serve_app.api.openai.bodies import PARSERS
 
 Parse = Callable[[bytes], GenerateRequest]
 X = {"x": 1}
-CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-MESSAGE: dict[str, Any] = {**CHAT, "max_tokens": 1}
-RESPONSE: dict[str, Any] = {"model": "m", "input": "Hi"}
-COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Hi"}
 FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 FLAT: dict[str, Any] = {"type": "function", "name": "f"}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FUNCTION]}}
 TOOL: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-BODIES: dict[type[JsonBody], tuple[Parse, dict[str, Any]]] = {
-    ChatBody: (parse_chat, CHAT),
-    CompletionBody: (parse_completion, COMPLETION),
-    ResponsesBody: (parse_response_request, RESPONSE),
-    MessagesBody: (parse_messages, MESSAGE),
-}
+BODIES = dict(zip((ChatBody, CompletionBody, ResponsesBody, MessagesBody), PARSERS.values(), strict=True))
+CHAT, COMPLETION, RESPONSE, MESSAGE = (body for _, body in PARSERS.values())
 OBJECTS: list[tuple[type[JsonBody], dict[str, Any], str]] = [
     *((body, X, "x") for body in BODIES),
     *(

@@ -7,6 +7,7 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
+from tests.serve_app.ingress.apis import Clients, clients_of
 from tests.serve_app.ingress.scripted import Script, scripted
 from tests.serve_app.tool_templates.families import family
 
@@ -26,12 +27,16 @@ def script(hermes: tuple[str, Script]) -> Script:
 
 
 @pytest.fixture
-def client(hermes: tuple[str, Script]) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{hermes[0]}/v1", api_key="k", max_retries=0) as made:
+def clients(hermes: tuple[str, Script]) -> Iterator[Clients]:
+    with clients_of(hermes[0]) as made:
         yield made
 
 
 @pytest.fixture
-def anthropic_client(hermes: tuple[str, Script]) -> Iterator[Anthropic]:
-    with Anthropic(base_url=hermes[0], api_key="k", max_retries=0) as made:
-        yield made
+def client(clients: Clients) -> OpenAI:
+    return clients.openai
+
+
+@pytest.fixture
+def anthropic_client(clients: Clients) -> Anthropic:
+    return clients.anthropic

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
-import httpx
 import pytest
 from msgspec import structs
 from starlette.requests import Request
@@ -21,7 +20,7 @@ from serve_app.api.openai.response import CHAT, COMPLETION
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, SamplingParams, TakeAtOnce
-from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RateLimited
+from serve_app.errors import GenerationFailed, Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.queue import FairWorkers, WaitingLine
 from serve_app.fairness.rate_limits import TenantLimits
@@ -46,8 +45,7 @@ from serve_app.prompts.registry import PromptTraffic
 from serve_app.tenants import Tenant
 from serve_app.usage import Counts, Ledger
 from tests.serve_app.generation.outputs import output
-from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, Script, partial_model, server
-from tests.serve_app.tool_templates.families import WEATHER, call_text
+from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, partial_model, server
 
 WANTED = parse_completion(b'{"model": "m", "prompt": "x", "stream": true}')
 SCOPE: dict[str, Any] = {"type": "http", "method": "GET", "headers": []}
@@ -272,58 +270,6 @@ def test_a_request_pays_for_its_prompt_and_its_answer() -> None:
     with pytest.raises(RateLimited, match="asks for 200") as caught:
         bench.ask()
     assert (left(), caught.value.retry_after_s) == (198, pytest.approx(0.4))
-
-
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
-    "completions": ("completions", {"prompt": "Hi"}),
-    "responses": ("responses", {"input": "Hi"}),
-    "messages": ("messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60}),
-}
-STOPS: dict[str, str] = {"chat": "stop", "completions": "stop", "messages": "stop_sequences"}
-
-
-@pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize("case", ["plain", "stop", "tools", "fails"])
-@pytest.mark.parametrize("api", WAYS)
-def test_events_are_the_same_for_either_path_of_tokens(
-    hermes: tuple[str, Script], script: Script, api: str, case: str, step: int
-) -> None:
-    """Every API gives equal bytes if tokens go directly from the channel to the connection or through waiting tasks."""
-    path, body = WAYS[api]
-    script.step, script.text = step, "Größe: 3 €. \U0001f327 It rains in \u5317\u4eac. END of it, and of more."
-    if case == "stop" and api in STOPS:
-        body = {**body, STOPS[api]: ["END"]}
-    elif case == "tools" and api in ("chat", "messages"):
-        tool = WEATHER if api == "chat" else {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
-        body = {**body, "tools": [tool]}
-        script.text = "Let me look. " + call_text("get_weather", {"city": "Oslo"}, "hermes")
-    elif case == "fails":
-        script.fails = GenerationFailed("broken")
-
-    def events(*, offers: bool) -> str:
-        script.offers = offers
-        found = httpx.post(f"{hermes[0]}/v1/{path}", json={"model": "demo", "stream": True, **body}, timeout=PATIENCE_S)
-        return re.sub(r"[0-9a-zA-Z]{24,}|\"(created|completed)(_at)?\":[0-9.]+", "", found.text)
-
-    before = script.taken
-    assert events(offers=True) == events(offers=False) != ""
-    assert script.taken > before
-
-
-@pytest.mark.parametrize("text", ["", "It rains"])
-@pytest.mark.parametrize("api", WAYS)
-def test_a_grammar_that_fails_in_an_answer_is_an_error_of_the_api(
-    hermes: tuple[str, Script], script: Script, api: str, text: str
-) -> None:
-    """A 400 that names the field; in a stream that has begun, an event."""
-    path, body = WAYS[api]
-    script.text, script.fails = text, InvalidRequest("f cannot be followed: x.", param="f")
-    for stream in (False, True):
-        asked = {"model": "demo", "stream": stream, **body}
-        found = httpx.post(f"{hermes[0]}/v1/{path}", json=asked, timeout=PATIENCE_S)
-        assert found.status_code == (200 if stream and text else 400)
-        assert "invalid_request_error" in found.text and "f cannot be followed: x." in found.text
 
 
 def test_each_token_after_the_first_is_a_gap_between_tokens() -> None:

@@ -19,9 +19,10 @@ from openai import OpenAI
 from serve_app.api.format import SIGN
 from serve_app.errors import LimitReason, Overloaded, RateLimited
 from serve_app.ingress import lifeline
+from tests.serve_app.ingress.apis import APIS
 from tests.serve_app.ingress.scripted import PATIENCE_S, Script
-from tests.serve_app.ingress.test_answers import WAYS
 
+WAYS = {api.path.split("/")[2]: (api.path.removeprefix("/v1/"), api.body) for api in APIS}
 SIGNS = {api: b'event: ping\ndata: {"type":"ping"}\n\n' if api == "messages" else SIGN for api in WAYS}
 REASON = LimitReason("router", "max_waiting_requests")
 

@@ -1,7 +1,6 @@
 """Reasoning over a real socket, with the real clients of three APIs; the model's text is scripted."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,15 @@ from anthropic.types import Message
 from openai import OpenAI
 from openai.types.responses import Response
 
+from tests.serve_app.ingress.apis import Api, Clients, assert_same_events, every_chat
 from tests.serve_app.ingress.scripted import PATIENCE_S, Script, scripted
 from tests.serve_app.tool_templates.families import WEATHER, call_text, family
 
 THOUGHT, ANSWER = "Is it wet?\n\nIt may be.", "It rains. END of it"
 TEXT = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
 CALL = call_text("get_weather", {"city": "Oslo"}, "hermes")
-HI: list[Any] = [{"role": "user", "content": "What is <think>"}]
+QUESTION = "What is <think>"
+HI: list[Any] = [{"role": "user", "content": QUESTION}]
 ASKED: dict[str, Any] = {"model": "demo", "messages": HI}
 
 
@@ -75,19 +76,6 @@ def test_a_chat_may_leave_its_thought_out(client: OpenAI, script: Script, step: 
     assert not any("reasoning" in chunk.to_json() for chunk in chunks)
 
 
-def test_a_thought_that_is_cut_off_leaves_no_content(
-    client: OpenAI, anthropic_client: Anthropic, script: Script
-) -> None:
-    """The finish reason is the length, in each API."""
-    script.text, script.reason = TEXT.partition("It may")[0], "length"
-    choice = client.chat.completions.create(**ASKED).choices[0]
-    assert (*parts(choice.message), choice.finish_reason) == ("Is it wet?", "Is it wet?", None, "length")
-    response = client.responses.create(model="demo", input="Hi")
-    assert [(item.type, item.status) for item in response.output] == [("reasoning", "incomplete")]
-    message = anthropic_client.messages.create(**ASKED, max_tokens=9)
-    assert ([block.type for block in message.content], message.stop_reason) == (["thinking"], "max_tokens")
-
-
 def test_a_call_follows_a_thought_and_both_go_back(client: OpenAI, script: Script) -> None:
     """The template gets it back, and drops it after the user's next message."""
     script.text = TEXT.replace(ANSWER, CALL)
@@ -102,39 +90,36 @@ def test_a_call_follows_a_thought_and_both_go_back(client: OpenAI, script: Scrip
     assert THOUGHT not in script.prompt()
 
 
+@every_chat
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_a_call_ends_the_thought_that_it_stands_in(
-    client: OpenAI, anthropic_client: Anthropic, script: Script, step: int
-) -> None:
-    """In each API, streamed or not; the tag behind it is left out. Without tools it is part of the thought."""
+def test_a_call_ends_the_thought_that_it_stands_in(clients: Clients, script: Script, api: Api, step: int) -> None:
+    """Streamed or not; the tag behind it is left out. Without tools it is part of the thought."""
     script.text, script.step = f"<think>\n{THOUGHT} {CALL}\n</think>\n\n{ANSWER}", step
-    choice = client.chat.completions.create(**ASKED, tools=[WEATHER]).choices[0]
-    assert parts(choice.message) == (THOUGHT, THOUGHT, ANSWER)
-    assert (choice.finish_reason, len(choice.message.tool_calls)) == ("tool_calls", 1)
-    with client.chat.completions.stream(**ASKED, tools=[WEATHER]) as stream:
-        deltas = [event.chunk.choices[0].delta for event in stream if event.type == "chunk" and event.chunk.choices]
-    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == THOUGHT
-    assert "".join(delta.content or "" for delta in deltas) == ANSWER
-    called = "".join(call.function.arguments or "" for delta in deltas for call in delta.tool_calls or ())
-    assert json.loads(called) == {"city": "Oslo"}
-    tool: Any = {"type": "function", **WEATHER["function"]}
-    response = client.responses.create(model="demo", input="Rain?", tools=[tool])
-    streamed = list(client.responses.create(model="demo", input="Rain?", tools=[tool], stream=True))[-1].response
-    for output in (response.output, streamed.output):
-        assert {item.type for item in output} == {"reasoning", "function_call", "message"}
-        assert output[0].content[0].text == THOUGHT
-    ours: Any = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
-    message = anthropic_client.messages.create(**ASKED, max_tokens=99, tools=[ours])
-    with anthropic_client.messages.stream(**ASKED, max_tokens=99, tools=[ours]) as events:
-        again = events.get_final_message()
-    for found in (message, again):
-        assert {block.type for block in found.content} == {"thinking", "tool_use", "text"}
-        assert (found.content[0].thinking, found.stop_reason) == (THOUGHT, "tool_use")
-    assert CALL in client.chat.completions.create(**ASKED).choices[0].message.reasoning_content
+    for ask in (api.whole, api.streamed):
+        answer = ask(clients, **api.user(QUESTION), **api.tools())
+        assert (answer.parts[0], {*answer.parts}) == ("thought", {"thought", "call", "text"})
+        assert (answer.thought, answer.text, answer.ended) == (THOUGHT, ANSWER, api.ends[2])
+        assert answer.calls == [("get_weather", '{"city": "Oslo"}')]
+    assert CALL in api.whole(clients, **api.user(QUESTION)).thought
     script.text = f"<think>\nThe word <tool_call> begins a call.\n</think>\n\n{ANSWER}"
-    choice = client.chat.completions.create(**ASKED, tools=[WEATHER]).choices[0]
-    assert choice.message.reasoning_content == "The word <tool_call> begins a call."
-    assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
+    answer = api.whole(clients, **api.user(QUESTION), **api.tools())
+    assert (answer.thought, answer.text) == ("The word <tool_call> begins a call.", ANSWER)
+    assert answer.ended == api.ends[0]
+
+
+@every_chat
+def test_a_thought_that_is_cut_off_leaves_no_content(clients: Clients, script: Script, api: Api) -> None:
+    """The finish reason is the length."""
+    script.text, script.reason = TEXT.partition("It may")[0], "length"
+    for ask in (api.whole, api.streamed):
+        answer = ask(clients, **api.user(QUESTION))
+        assert (answer.thought, answer.parts) == ("Is it wet?", ["thought"])
+        assert answer.ended == api.ends[1]
+
+
+@every_chat
+def test_events_are_the_same_for_either_path_of_tokens(hermes: tuple[str, Script], script: Script, api: Api) -> None:
+    assert_same_events(hermes[0], script, api, **api.user(QUESTION))
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -219,23 +204,6 @@ def test_a_grammar_is_held_behind_the_thought(client: OpenAI, script: Script) ->
     assert "start: " in form[0]["lark_grammar"] and form[1]["name"] == "answer"
     client.chat.completions.create(**ASKED, **{**fields, "reasoning_effort": "none"})
     assert len(json.loads(script.asked[-1].grammar)["grammars"]) == 1
-
-
-@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
-def test_events_are_the_same_for_either_path_of_tokens(hermes: tuple[str, Script], script: Script, path: str) -> None:
-    """Bytes are equal if tokens go directly from the channel to the connection, or through waiting tasks."""
-    body = {"model": "demo", "stream": True, "max_tokens": 60, "messages": HI}
-    if path == "responses":
-        body = {"model": "demo", "stream": True, "input": "Hi"}
-
-    def events(*, offers: bool) -> str:
-        script.offers = offers
-        found = httpx.post(f"{hermes[0]}/v1/{path}", json=body, timeout=PATIENCE_S).text
-        return re.sub(r"[0-9a-f]{24,}|\"(created|created_at|completed_at)\":[0-9.]+", "", found)
-
-    before = script.taken
-    assert events(offers=True) == events(offers=False) != ""
-    assert script.taken > before
 
 
 def test_a_model_without_thoughts_says_that_it_was_asked_for_some(demo_model_path: Path) -> None:

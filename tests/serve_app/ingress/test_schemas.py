@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serve_app.ingress.apis import MESSAGES, Api, every_chat
 from tests.serve_app.ingress.scripted import Script, scripted
 from tests.serve_app.tool_templates.families import family
 
 ODD = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
 RECORD = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
-SAID: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40}
 
 
 @pytest.fixture(scope="module")
@@ -30,29 +30,9 @@ def large_served(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory
         yield found
 
 
-def chat(schema: Any, choice: str, strict: bool | None = None) -> tuple[str, dict[str, Any]]:
-    function = {"name": "f", "parameters": schema, "strict": strict}
-    return "/v1/chat/completions", {
-        **SAID,
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": choice,
-    }
-
-
-def responses(schema: Any, choice: str, strict: bool | None = None) -> tuple[str, dict[str, Any]]:
-    tool = {"type": "function", "name": "f", "parameters": schema, "strict": strict}
-    return "/v1/responses", {"model": "demo", "input": "Hi", "tools": [tool], "tool_choice": choice}
-
-
-def messages(schema: Any, choice: str, strict: bool | None = None) -> tuple[str, dict[str, Any]]:
-    tool = {"name": "f", "input_schema": schema, "strict": strict}
-    kind = {"required": "any"}.get(choice, choice)
-    return "/v1/messages", {**SAID, "tools": [tool], "tool_choice": {"type": kind}}
-
-
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("asked", [chat, responses, messages])
-def test_a_tool_that_cannot_be_followed_is_named(served: tuple[str, Script], asked: Any, stream: bool) -> None:
+@every_chat
+def test_a_tool_that_cannot_be_followed_is_named(served: tuple[str, Script], api: Api, stream: bool) -> None:
     """Only a strict one that must be called fails the request.
 
     docs: api
@@ -60,9 +40,9 @@ def test_a_tool_that_cannot_be_followed_is_named(served: tuple[str, Script], ask
     url, script = served
     script.text = '[{"name": "f", "parameters": {}}]'
 
-    def post(*wanted: Any) -> httpx.Response:
-        path, body = asked(*wanted)
-        return httpx.post(url + path, json={**body, "stream": stream}, timeout=60)
+    def post(schema: Any, choice: str, strict: bool | None = None) -> httpx.Response:
+        tool = {"name": "f", "parameters": schema, "strict": strict}
+        return api.post(url, **api.tools(tool, choice=choice), stream=stream)
 
     for choice, strict in (("auto", None), ("auto", True)):
         assert post(ODD, choice, strict).status_code == 200
@@ -94,37 +74,22 @@ def large(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("asked", [chat, responses, messages])
-def test_a_hundred_large_tools_are_taken(large_served: tuple[str, Script], asked: Any, choice: str) -> None:
+@every_chat
+def test_a_hundred_large_tools_are_taken(large_served: tuple[str, Script], api: Api, choice: str) -> None:
     """Only schemas that constrain an answer are bounded, without their descriptions."""
     url, script = large_served
     key = "arguments" if choice == "auto" else "parameters"
     call = json.dumps({"name": "f7", key: {"option_0": "x", "option_3": [{"path": "y"}]}})
     script.text = f"<tool_call>\n{call}\n</tool_call>" if choice == "auto" else f"[{call}]"
-    path, body = asked(large(0), choice)
-    (tool,) = body["tools"]
-    of = tool.get("function", tool)
-    schema = "input_schema" if "input_schema" in of else "parameters"
-    several = [{**of, "name": f"f{at}", "description": "Does it. " * 300, schema: large(at)} for at in range(100)]
-    body["tools"] = [{**tool, "function": one} if "function" in tool else one for one in several]
-    answer = httpx.post(url + path, json=body, timeout=60)
+    several = [{"name": f"f{at}", "description": "Does it. " * 300, "parameters": large(at)} for at in range(100)]
+    answer = api.post(url, **api.tools(*several, choice=choice))
     assert answer.status_code == 200
     assert '"f7"' in answer.text and "x-warmpath-warning" not in answer.headers
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", lambda form: {**SAID, "response_format": {**form, "json_schema": form}}),
-        ("/v1/responses", lambda form: {"model": "demo", "input": "Hi", "text": {"format": {"name": "n", **form}}}),
-        ("/v1/messages", lambda form: {**SAID, "output_config": {"format": form}}),
-    ],
-    ids=["chat", "responses", "messages"],
-)
-def test_a_format_that_cannot_be_followed_is_refused(
-    served: tuple[str, Script], path: str, body: Any, stream: bool
-) -> None:
+@every_chat
+def test_a_format_that_cannot_be_followed_is_refused(served: tuple[str, Script], api: Api, stream: bool) -> None:
     """Alternatives that overlap are allowed with a warning, unless they are strict.
 
     docs: api
@@ -134,7 +99,7 @@ def test_a_format_that_cannot_be_followed_is_refused(
 
     def post(schema: Any, **more: Any) -> httpx.Response:
         form = {"type": "json_schema", "name": "n", "schema": schema, **more}
-        return httpx.post(url + path, json={**body(form), "stream": stream}, timeout=60)
+        return api.post(url, **api.format(form), stream=stream)
 
     loop = {"type": "object", "patternProperties": {"a$": {"$ref": "#"}}, "required": ["a"]}
     for schema, said in ((ODD, "`not` at #/properties/a"), (loop, "`patternProperties`")):
@@ -142,5 +107,5 @@ def test_a_format_that_cannot_be_followed_is_refused(
         assert refused.status_code == 400 and said in refused.text
     either = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
     assert post(either).headers["x-warmpath-warning"] == "not enforced: `oneOf` at #"
-    if path != "/v1/messages":
+    if api is not MESSAGES:
         assert post(either, strict=True).status_code == 400

@@ -12,15 +12,10 @@ from serve_app.config.tenants import TenantConfig
 from serve_app.generation.prepare import session_key
 from serve_app.tenants import make_api_key
 from tests.serve_app.api.test_agents import RECORDED
+from tests.serve_app.ingress.apis import APIS
 from tests.serve_app.ingress.scripted import Script, scripted
 
-HI = [{"role": "user", "content": "Hi"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": HI},
-    "/v1/completions": {"prompt": "Hi"},
-    "/v1/responses": {"input": "Hi"},
-    "/v1/messages": {"messages": HI, "max_tokens": 5},
-}
+BODIES = {api.path: api.body for api in APIS}
 OPENAI = [path for path in BODIES if path != "/v1/messages"]
 KEYS = {name: make_api_key() for name in ("acme", "globex")}
 

@@ -4,24 +4,23 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
-from openai import OpenAI
 
+from tests.serve_app.ingress.apis import CHAT, MESSAGES, RESPONSES, Clients, clients_of
 from tests.serve_app.ingress.scripted import Script, scripted
 from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, call_text, family, without_tools
 
-ASKED: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Rain in Oslo?"}]}
+RAIN = CHAT.user("Rain in Oslo?")
+ASKED: dict[str, Any] = {"model": "demo", **RAIN}
 ARGUMENTS = {"city": "Oslo ☂", "days": 2}
 
 
 @dataclass
 class Served:
     name: str
-    client: OpenAI
+    clients: Clients
     script: Script
 
     def call(self, name: str = "get_weather", arguments: dict[str, Any] = ARGUMENTS) -> str:
@@ -30,30 +29,14 @@ class Served:
     def ask(self, text: str, **fields: Any) -> Any:
         """Return the choice of an answer with this model text."""
         self.script.text = text
-        return self.client.chat.completions.create(**{**ASKED, **fields}).choices[0]
+        return self.clients.openai.chat.completions.create(**{**ASKED, **fields}).choices[0]
 
     def stream(self, text: str, **fields: Any) -> tuple[Any, list[Any]]:
         """Return the same choice as the client assembles it, and the chunks."""
         self.script.text = text
-        with self.client.chat.completions.stream(**{**ASKED, **fields}) as stream:
+        with self.clients.openai.chat.completions.stream(**{**ASKED, **fields}) as stream:
             chunks = [event.chunk for event in stream if event.type == "chunk"]
             return stream.get_final_completion().choices[0], chunks
-
-
-def assembled(served: Served, text: str, **fields: Any) -> Any:
-    """Return the choice that a stream's chunks add up to. (The client's own assembly refuses a cut answer.)"""
-    served.script.text = text
-    content, reason, calls = "", None, list[Any]()
-    for chunk in served.client.chat.completions.create(**ASKED, **fields, stream=True):
-        choice = chunk.choices[0]
-        content, reason = content + (choice.delta.content or ""), choice.finish_reason or reason
-        for delta in choice.delta.tool_calls or []:
-            if delta.id:
-                calls.append(delta)
-            else:
-                calls[delta.index].function.arguments += delta.function.arguments
-    message = SimpleNamespace(content=content, tool_calls=calls)
-    return SimpleNamespace(message=message, finish_reason=reason)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -61,8 +44,8 @@ def family_served(
     request: pytest.FixtureRequest, demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     path = family(request.param, demo_model_path, tmp_path_factory.mktemp("families") / request.param)
-    with scripted(path) as (url, script), OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
-        yield Served(request.param, client, script)
+    with scripted(path) as (url, script), clients_of(url) as clients:
+        yield Served(request.param, clients, script)
 
 
 @pytest.fixture
@@ -142,14 +125,11 @@ def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(served: Served, step: 
     for fields in ({}, {"parallel_tool_calls": False}, {"stop": ["2"]}):
         cut, reason = (text, "stop") if "stop" in fields else (text[: text.index("Oslo") + 2], "length")
         served.script.reason = reason  # type: ignore[assignment]
-        for choice in (
-            served.ask(cut, tools=[WEATHER], **fields),
-            assembled(served, cut, tools=[WEATHER], **fields),
-        ):
-            (call,) = choice.message.tool_calls
-            assert (choice.message.content or "", choice.finish_reason) == (before, reason)
-            assert call.function.name == "get_weather"
-            assert call.function.arguments == ('{"city": "Oslo", "days": ' if "stop" in fields else '{"city": "Os')
+        served.script.text = cut
+        for ask in (CHAT.whole, CHAT.streamed):
+            answer = ask(served.clients, **RAIN, tools=[WEATHER], **fields)
+            arguments = '{"city": "Oslo", "days": ' if "stop" in fields else '{"city": "Os'
+            assert (answer.text, answer.ended, answer.calls) == (before, reason, [("get_weather", arguments)])
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -167,13 +147,14 @@ def test_a_forced_call_that_is_cut_off_leaves_none_of_its_form_in_the_content(se
     fields: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required"}
     served.script.step, served.script.reason = step, "length"
     for at, arguments in told.items():
-        for choice in (served.ask(text[:at], **fields), assembled(served, text[:at], **fields)):
-            assert (choice.message.content or "", choice.finish_reason) == ("", "length")
-            assert [call.function.arguments for call in choice.message.tool_calls or []] == arguments
-    served.script.reason = "stop"  # a token that the request wants to stop at
-    for choice in (served.ask(text[:first], **fields), assembled(served, text[:first], **fields)):
-        assert [call.function.arguments for call in choice.message.tool_calls] == ['{"city": "Os']
-        assert not choice.message.content
+        served.script.text = text[:at]
+        for ask in (CHAT.whole, CHAT.streamed):
+            answer = ask(served.clients, **RAIN, **fields)
+            assert (answer.text, answer.ended, [said for _, said in answer.calls]) == ("", "length", arguments)
+    served.script.text, served.script.reason = text[:first], "stop"  # a token that the request wants to stop at
+    for ask in (CHAT.whole, CHAT.streamed):
+        answer = ask(served.clients, **RAIN, **fields)
+        assert ([said for _, said in answer.calls], answer.text) == (['{"city": "Os'], "")
 
 
 def test_a_conversation_goes_on_with_a_result(served: Served) -> None:
@@ -220,8 +201,8 @@ def test_tools_are_told_where_the_template_has_none(demo_model_path: Path, tmp_p
     docs: api
     """
     path = without_tools(demo_model_path, tmp_path / "model")
-    with scripted(path) as (url, script), OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
-        served = Served("hermes", client, script)
+    with scripted(path) as (url, script), clients_of(url) as clients:
+        served, client = Served("hermes", clients, script), clients.openai
         system, user = {"role": "system", "content": "Be brief."}, ASKED["messages"][0]
         asked: dict[str, Any] = {"tools": [WEATHER, SEARCH], "messages": [system, user]}
         forced = json.dumps([{"name": "get_weather", "parameters": ARGUMENTS}])
@@ -237,14 +218,9 @@ def test_tools_are_told_where_the_template_has_none(demo_model_path: Path, tmp_p
             places = [prompt.index(word) for word in ("Be brief.", "The weather of a city.", "search", "Rain in Oslo?")]
             assert places == sorted(places)
         script.text = forced
-        flat = {"type": "function", **WEATHER["function"]}
-        response = client.responses.create(model="demo", input="Rain?", tools=[flat], tool_choice="required")  # type: ignore[list-item]
-        assert [item.type for item in response.output] == ["function_call"]
-        tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
-        fields = {"model": "demo", "max_tokens": 50, "messages": [user], "tools": [tool]}
-        message = httpx.post(f"{url}/v1/messages", json={**fields, "tool_choice": {"type": "any"}})
-        assert [block["type"] for block in message.json()["content"]] == ["tool_use"]
-        assert "has no tools" in message.headers["x-warmpath-warning"]
+        for api in (RESPONSES, MESSAGES):
+            assert api.whole(clients, **api.tools(choice="required")).parts == ["call"]
+            assert "has no tools" in api.post(url, **api.tools(choice="required")).headers["x-warmpath-warning"]
         raw = client.chat.completions.with_raw_response.create(**{**ASKED, **asked})
         assert "has no tools" in raw.headers["x-warmpath-warning"]
         raw = client.chat.completions.with_raw_response.create(**ASKED)

@@ -6,16 +6,17 @@ import openai
 import pytest
 from openai import OpenAI
 
+from tests.serve_app.ingress.apis import CHAT, Clients
 from tests.serve_app.ingress.scripted import Script
 from tests.serve_app.tool_templates.families import WEATHER, call_text
 
-CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Rain in Oslo?"}]}
+ASKED: dict[str, Any] = {"model": "demo", **CHAT.user("Rain in Oslo?")}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": ["Rain?", "Sun?"]}
 CALL = call_text("get_weather", {"city": "Oslo"}, "hermes")
 
 
 def chat(client: OpenAI, **fields: Any) -> Any:
-    return client.chat.completions.create(**{**CHAT, **fields})
+    return client.chat.completions.create(**{**ASKED, **fields})
 
 
 def complete(client: OpenAI, **fields: Any) -> Any:
@@ -88,16 +89,6 @@ def test_token_ids_include_the_end_token(client: OpenAI, script: Script, text: s
     assert (shown.to_dict()["token_ids"], shown.text == text) == (answer, not own)
 
 
-def test_a_body_without_a_model_is_for_the_served_one(client: OpenAI) -> None:
-    """The clients' types want one, but vLLM does not."""
-    for path, body in (
-        ("/chat/completions", {"messages": CHAT["messages"]}),
-        ("/completions", {"prompt": "Rain?", "model": None}),
-        ("/responses", {"input": "Rain?"}),
-    ):
-        assert client.post(path, body=body, cast_to=dict[str, Any])["model"] == "demo"
-
-
 def test_token_ids_end_at_a_stop_string(client: OpenAI, script: Script) -> None:
     script.text, script.step = "It rains. END and more", 1000
     told = chat(client, stop=["END"], extra_body={"return_token_ids": True}).to_dict()["choices"][0]
@@ -144,30 +135,19 @@ def test_a_prompt_is_cut_to_the_tokens_that_are_kept(client: OpenAI, script: Scr
         chat(client, extra_body={"truncate_prompt_tokens": -2})
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_may_repeat_the_message_that_it_continues(client: OpenAI, script: Script, stream: bool) -> None:
+@pytest.mark.parametrize("ask", [CHAT.whole, CHAT.streamed])
+def test_a_chat_may_repeat_the_message_that_it_continues(clients: Clients, script: Script, ask: Any) -> None:
     """Its words are no call and no reasoning of the answer; another role's are not repeated."""
     script.text = "and cold."
-    said = f"It is {CALL} wet "
-
-    def content(**more: Any) -> tuple[str, Any]:
-        fields: Any = {"tools": [WEATHER], "extra_body": {"echo": True, **more.pop("extra", {})}, **more}
-        if not stream:
-            choice = chat(client, **fields).choices[0]
-            return choice.message.content, choice.message.tool_calls
-        deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True, **fields)]
-        assert deltas[0].role == "assistant"
-        return "".join(delta.content or "" for delta in deltas), [
-            call for one in deltas for call in one.tool_calls or ()
-        ]
-
-    spoken: Any = [*CHAT["messages"], {"role": "assistant", "content": said}]
-    for extra in ({"continue_final_message": True}, {}):
-        text, calls = content(messages=spoken, extra=extra)
-        assert text == said + "and cold."
-        assert not calls
-    assert content() == ("and cold.", [] if stream else None)
-    text, _ = content(extra={"add_generation_prompt": False})
-    assert text == "Rain in Oslo?and cold."
+    said, rain = f"It is {CALL} wet ", CHAT.user("Rain in Oslo?")
+    spoken = {"messages": [*rain["messages"], {"role": "assistant", "content": said}]}
+    for more, text in (
+        ({**spoken, "continue_final_message": True}, said + "and cold."),
+        (spoken, said + "and cold."),
+        (rain, "and cold."),
+        ({**rain, "add_generation_prompt": False}, "Rain in Oslo?and cold."),
+    ):
+        answer = ask(clients, tools=[WEATHER], echo=True, **more)
+        assert (answer.text, answer.calls) == (text, [])
     with pytest.raises(openai.BadRequestError, match="does not go with add_generation_prompt"):
-        content(messages=spoken, extra={"continue_final_message": True, "add_generation_prompt": True})
+        ask(clients, echo=True, **spoken, continue_final_message=True, add_generation_prompt=True)
