@@ -102,8 +102,11 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def demo_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in ``demo`` checkpoint, built once per session outside the user's cache."""
-    return ensure_demo_model("demo", tmp_path_factory.mktemp("models"))
+    """The built-in ``demo`` checkpoint, built once for all workers outside the user's cache."""
+    folder = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        folder = folder.parent
+    return ensure_demo_model("demo", folder / "built-in-models")
 
 
 @pytest.fixture(scope="session")

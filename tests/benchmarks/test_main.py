@@ -40,7 +40,7 @@ def test_flags_are_told(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_benchmark_ends_with_its_findings_in_plain_english(capsys: pytest.CaptureFixture[str]) -> None:
     """The summary follows the JSON; if the JSON is redirected, the terminal still shows the summary."""
-    benchmarks.main(["flooding", "--duration-s", "20"])
+    benchmarks.main(["flooding", "--duration-s", "5"])
     out, err = capsys.readouterr()
     report = json.loads(out)
     summary = report["summary"]

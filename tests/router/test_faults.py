@@ -91,7 +91,7 @@ def test_a_flood_of_blocks_leaves_the_others_room(flood: int, replicas: int, see
 def test_churn_of_replicas_leaves_nothing_behind() -> None:
     core = core_of("", max_blocks=2000)
     rng = Random(1)
-    for life in range(10_000):
+    for life in range(5_000):
         core.update_replicas([f"r{life}", "stays"])
         core.apply(f"r{life}", [BlocksStored(rng.randbytes(160)), load()])
         core.apply("stays", [load()])

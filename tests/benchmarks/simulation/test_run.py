@@ -89,8 +89,8 @@ def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
 
 @functools.cache
 def traced(settings: ClusterSettings) -> tuple[list[TraceRequest], int]:
-    """Return 150 requests, and the tokens that an unlimited cache would have of them."""
-    trace = [request for request in read_trace(DEFAULT_TRACE, 160) if len(request.hash_ids) < 200][:150]
+    """Return 100 requests, and the tokens that an unlimited cache would have of them."""
+    trace = [request for request in read_trace(DEFAULT_TRACE, 110) if len(request.hash_ids) < 200][:100]
     return trace, unlimited(prepare(trace), settings).cached_tokens
 
 
@@ -110,7 +110,7 @@ def test_nothing_is_lost_and_no_cache_overflows(contender: Contender, monkeypatc
     monkeypatch.setattr(SimulatedReplica, "_report", checked)
     cluster = Cluster(settings, contender)
     outcome = cluster.run(prepare(trace))
-    assert sorted(outcome.ttft_s) == list(range(150))
+    assert sorted(outcome.ttft_s) == list(range(100))
     assert outcome.prompt_tokens == sum(request.prompt_tokens for request in trace)
     assert 0 <= outcome.pulled_tokens <= outcome.cached_tokens < outcome.prompt_tokens
     assert outcome.cached_tokens <= most_cached
@@ -152,7 +152,7 @@ def test_our_model_of_rays_tree_agrees_with_rays() -> None:
 def test_the_command_writes_the_contract(tmp_path: Path) -> None:
     """Every policy has its row of figures; rows for parts of the trace follow."""
     path = tmp_path / "simulate.json"
-    simulate.run(["--requests", "60", "--replicas", "2", "--json", str(path)])
+    simulate.run(["--requests", "30", "--replicas", "2", "--json", str(path)])
     document = json.loads(path.read_text())
     assert set(document) == {"settings", "versions", "host", "simulated", "summary", "results"}
     rows = document["results"]

@@ -341,9 +341,9 @@ def test_check_and_doctor_tell_what_a_template_needs(demo_model_path: Path, tmp_
     file.write_text(f"model: {tmp_path / 'model'}\n")
     with programs_here():
         checked = CliRunner().invoke(app, ["check", str(file)])
+        told = CliRunner().invoke(app, ["doctor", "--port", "1", "--model", str(tmp_path / "model")])
     note = "it takes no system message: it is put before the user's first"
     assert checked.exit_code == 0, checked.output
     assert f"settings.yaml:1: model: note: the chat template: {note}\n" in checked.output
-    told = CliRunner().invoke(app, ["doctor", "--port", "1", "--model", str(tmp_path / "model")])
     assert "ok       chat template: " in told.output
     assert note in told.output

