@@ -52,6 +52,7 @@ class _Reply(msgspec.Struct, array_like=True, frozen=True):
 class _Setup(msgspec.Struct, array_like=True, frozen=True):
     vocabulary: Vocabulary
     end_token_ids: tuple[int, ...]
+    max_cpu_s: int
 
 
 _encode = msgspec.msgpack.encode
@@ -66,12 +67,15 @@ class GrammarTrials:
         vocab_size: int,
         end_token_ids: Sequence[int],
         clock: Callable[[], float] = time.monotonic,
+        max_cpu_s: int = MAX_CPU_S,
     ) -> None:
         self._clock = clock
         self._lock = Lock()
         self._places = BoundedSemaphore(PROCESSES)
         self._idle: list[_Process] = []
-        self._read_setup = cache(lambda: _encode(_Setup(read_vocabulary(path, vocab_size), tuple(end_token_ids))))
+        self._read_setup = cache(
+            lambda: _encode(_Setup(read_vocabulary(path, vocab_size), tuple(end_token_ids), max_cpu_s))
+        )
 
     def checked(self, grammar: Grammar) -> tuple[str, tuple[str, ...]]:
         """Do as ``GrammarCompiler.checked``. Raises GrammarError, and AbandonedError once the caller has left."""
@@ -223,7 +227,7 @@ def main() -> None:
     while select.select([requests], [], [], IDLE_S)[0] and (raw := _read(requests)):
         used = resource.getrusage(resource.RUSAGE_SELF)
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + MAX_CPU_S, hard))
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + setup.max_cpu_s, hard))
         try:
             reply = _Reply(*compiler.checked(decode(raw)))
         except GrammarError as error:

@@ -23,7 +23,7 @@ ENDLESS = Grammar.regex("a?" * 4000 + "a" * 4000, "f")
 
 def trials_of_demo(path: Path, clock: Callable[[], float] = time.monotonic) -> GrammarTrials:
     info = load_checkpoint_info(path)
-    return GrammarTrials(info.path, info.vocab_size, info.eos_token_ids, clock)
+    return GrammarTrials(info.path, info.vocab_size, info.eos_token_ids, clock, max_cpu_s=1)
 
 
 @pytest.fixture(scope="module")
