@@ -6,20 +6,25 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from serve_app.cli.console import console
 from serve_app.cli.main import app
 from tests.integration.demo.conftest import KEYS, Served
 
 pytestmark = pytest.mark.integration
 
 
-WIDE = {"COLUMNS": "200"}
-"""Without a terminal the console has 80 columns, and would break the table's lines."""
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal the console has 80 columns, and would break the table's lines."""
+    monkeypatch.setattr(console, "width", 200)
+
+
 FEW = ["--requests", "3", "--words", "60", "--max-tokens", "4"]
 
 
 def bench(served: Served, *arguments: str, tenant: str = "acme") -> Result:
     url = ["--url", served.url, "--api-key", KEYS[tenant][0]]
-    return CliRunner(env=WIDE).invoke(app, ["bench", *arguments, *url])
+    return CliRunner().invoke(app, ["bench", *arguments, *url])
 
 
 def rows(told: Result) -> dict[str, str]:
