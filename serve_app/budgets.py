@@ -201,6 +201,8 @@ class Budgets:
         """Write all that is spent or held and not written yet, until the database does not answer once."""
         now_s, ended = self._now_s(), self._now() - ENDED
         for place, spent in list(self._spent.items()):
+            if spent.look is not None:  # it began before what was counted since
+                await asyncio.wait([spent.look])
             if spent.changed(now_s):
                 look = self._begin_look(spent)
                 await asyncio.wait([look])
