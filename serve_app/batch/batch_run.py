@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -65,7 +66,7 @@ Ask = Callable[[str, str, bytes, str, bool], Awaitable[Said]]
 
 
 @dataclass(eq=False)
-class BatchHost:
+class BatchHost(ABC):
     """What an ingress gives to the batches that it runs.
 
     ``knows``: whether a tenant exists; ``quiet``: whether its work may start now, for a model.
@@ -81,13 +82,13 @@ class BatchHost:
     lanes: Callable[[], int]
     turns: Turns = field(init=False)
 
+    @abstractmethod
     def share(self) -> int:
         """Return how many lines of one batch may be in progress."""
-        raise NotImplementedError
 
+    @abstractmethod
     def leave(self, run: "BatchRun") -> None:
         """Let a batch give its place back."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from serve_app.engine.reports import EngineMeters, Outbox
 STOPPED = "the engine was stopped"
 
 
-class OutsideEngine:
+class OutsideEngine(ABC):
     """The requests of one engine. A task in ``_loop`` stands for each; ``_generate`` is the subclass' part.
 
     The lock guards the load. All but ``cancel`` and ``load`` belongs to the loop.
@@ -43,15 +44,15 @@ class OutsideEngine:
         self._outbox = Outbox(lambda: self._loop.call_soon(self._outbox.deliver))
         self._stopping = False
 
+    @abstractmethod
     async def _generate(self, live: LiveRequest) -> None:
         """Have a request computed, and pass its outputs on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _failure(self, live: LiveRequest, error: BaseException | None) -> tuple[ErrorKind, str]:
         """Return the kind of a request's failure and what its client is told; None: its task just ended."""
-        raise NotImplementedError
 
-    def _entering(self, request: EngineRequest) -> None:
+    def _entering(self, request: EngineRequest) -> None:  # noqa: B027  # most have nothing to take
         """Take what a request needs from here on; holds the lock. Raises to refuse it."""
 
     def _leaving(self, live: LiveRequest, reason: FinishReason) -> None:

@@ -163,16 +163,24 @@ def test_what_a_request_did_not_use_is_free_again(tmp_path: Path) -> None:
 
 def test_a_flush_writes_what_was_counted_while_a_look_was_under_way(tmp_path: Path) -> None:
     """The last one of an ingress that stops would else lose it."""
-    config = tenant(tokens=1000, period="day")
+    config, begun, may_end = tenant(tokens=1000, period="day"), asyncio.Event(), asyncio.Event()
+
+    class Slow(LeavingObjects):
+        async def change(self, *place: Any) -> bool:
+            begun.set()
+            await may_end.wait()
+            return await super().change(*place)
 
     async def run() -> int:
-        budgets = ingress(tmp_path / "f", config)
+        budgets = ingress(tmp_path / "f", config, objects=objects_of(tmp_path / "f", kind=Slow))
         budgets.count(KEY, Counts(prompt_tokens=40))
         first = asyncio.create_task(budgets.flush())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)  # its look has begun, with what is spent until now
+        await begun.wait()
         budgets.count(KEY, Counts(output_tokens=10))
-        await asyncio.gather(first, budgets.flush())
+        last = asyncio.create_task(budgets.flush())
+        await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.gather(first, last)
         return int(await used(ingress(tmp_path / "f", config)))
 
     assert asyncio.run(run()) == 50
