@@ -188,8 +188,8 @@ class Model:
         observers += usage_observers(shared.ledger, self.metrics, self._cached_block_size)
         observers += prompt_observers(traffic) + cost_observers(self.front_door)
         if self.config.explain_misses and self.config.enable_prefix_caching:
-            tenants = shared.tenants.by_name
-            memory, book = PromptMemory(lambda: len(shared.tenants.by_name)), AdviceBook(lambda: len(tenants))
+            memory = PromptMemory(lambda: len(shared.tenants.by_name))
+            book = AdviceBook(lambda: len(shared.tenants.by_name))
             misses = MissDetector(self.tokenizer.text_of, self.workers, memory, self.metrics.missed)
             observers += miss_observers(misses, book, self.live.missed)
         if shared.tracer is not None:
