@@ -16,7 +16,10 @@ from serve_app.errors import InvalidRequest
 from serve_app.ingress.assembly import make_address
 from serve_app.ingress.model import about, places
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.harness.eventually import let_others_run, until
 from tests.serve_app.ingress.scripted import ReadCheckpoint, ScriptedOutside
+from tests.serve_app.ingress.several import Several
+from tests.serve_app.ingress.test_models import CHAT, config_of, key_of, tenants
 
 SAID = "Say \u00fc."
 INGRESS = f"""
@@ -100,3 +103,37 @@ def test_an_ingress_tokenizes_without_torch(ingress: dict[str, Any], demo_model_
     assert ingress["text"] == text
     assert ingress["ids"] == tokenizer.encode(text, b"r" * 16).token_ids.tolist()
     assert ingress["modules"] == 1 < sum(name.startswith("torch") for name in sys.modules)
+
+
+def test_advice_waits_for_each_tenant_that_there_is_now(demo_model_path: Path) -> None:
+    """Also for one that was added while the ingress runs."""
+    checkpoint = ReadCheckpoint(demo_model_path)
+
+    async def run() -> None:
+        several = await Several.open(checkpoint, config_of("m0", tenants=tenants(acme=None)))
+        await several.address.configure(config_of("m0", tenants=tenants(acme=None, globex=None)))
+        misses = several.models["m0"].metrics.values
+
+        async def ask(tenant: str, day: int) -> str:
+            system = f"Today is 2026-11-{day}. {'Answer kindly, and in full sentences. ' * 60}"
+            body = {"model": "m0", "max_tokens": 5, "system": system, "messages": CHAT["messages"]}
+            answer = await several.ask("/v1/messages", body, key_of(tenant))
+            assert answer.status_code == 200
+            return str(answer.headers.get("x-warmpath-advice", ""))
+
+        def explained(tenant: str) -> float:
+            counts = ((name, dict(labels), number) for (name, labels), number in misses.items())
+            return sum(n for name, of, n in counts if name == "warmpath_cache_misses_total" and of["tenant"] == tenant)
+
+        async def miss(tenant: str) -> None:
+            for day in (21, 22):
+                assert not await ask(tenant, day)
+            await until(lambda: explained(tenant) == 2)
+            await let_others_run(3)  # the explanation's task tells of its end
+
+        await miss("acme")
+        await miss("globex")
+        for tenant in ("acme", "globex"):
+            assert "a date or time changes" in await ask(tenant, 22), tenant
+
+    asyncio.run(run())
