@@ -202,7 +202,10 @@ class Budgets:
         now_s, ended = self._now_s(), self._now() - ENDED
         for place, spent in list(self._spent.items()):
             if spent.look is not None:  # it began before what was counted since
-                await asyncio.wait([spent.look])
+                look = spent.look
+                await asyncio.wait([look])
+                if not look.result():
+                    return
             if spent.changed(now_s):
                 look = self._begin_look(spent)
                 await asyncio.wait([look])

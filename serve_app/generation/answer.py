@@ -38,11 +38,12 @@ class TokenSource(Protocol):
     """Source of generated tokens."""
 
     def generate(
-        self, generation: EngineRequest, *, at_once: TakeAtOnce | None = None
+        self, generation: EngineRequest, avoid: tuple[str, ...] = (), *, at_once: TakeAtOnce | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield a request's outputs as they arrive, except those in the middle that ``at_once`` takes.
 
-        The last has a finish reason. Raises a ``WarmpathError``, or the error of ``at_once``.
+        ``avoid``: replicas to use only if no other can take it. The last output has a finish reason. Raises a
+        ``WarmpathError``, or the error of ``at_once``.
         """
 
 

@@ -98,7 +98,7 @@ async def run_job(job: InferJob, answer: Callable[[int], Awaitable[None]], *, ke
 
 
 class InThisProcess:
-    """What an address reaches where one engine in its own process answers: ``Outside``, and its ``ReplicaTokens``."""
+    """What an address reaches where one engine in its own process answers: ``Outside``, and its ``TokenSource``."""
 
     name = "infer"
 

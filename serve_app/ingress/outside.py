@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,9 +21,10 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_a
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.sources import load_served_model
 from serve_app.config.app import AppConfig
-from serve_app.engine.protocol import EngineOutput, EngineRequest, Prefilled, TakeAtOnce
+from serve_app.engine.protocol import EngineRequest, Prefilled
 from serve_app.engine.token_channel import TokenReceiver
 from serve_app.fairness.queue import FairWorkers
+from serve_app.generation.answer import TokenSource
 from serve_app.generation.dispatch import Aborts, Dispatcher
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.broadcast import Broadcast
@@ -76,15 +77,6 @@ Charge = Callable[[EngineRequest, Prefilled], None]
 """Charges what a replica computed for a request that was left before its first token."""
 
 
-class ReplicaTokens(Protocol):
-    """Where a model's tokens come from."""
-
-    def generate(
-        self, generation: EngineRequest, avoid: tuple[str, ...] = (), *, at_once: TakeAtOnce | None = None
-    ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield outputs as they arrive: see ``Dispatcher.generate``."""
-
-
 class Outside(Protocol):
     """All that an address reaches outside itself. ``name``: of this ingress."""
 
@@ -113,7 +105,7 @@ class Outside(Protocol):
 
     def source(
         self, config: AppConfig, core: RoutingCore, dispatcher: Callable[..., Dispatcher], charge: Charge
-    ) -> ReplicaTokens:
+    ) -> TokenSource:
         """Return where a model's tokens come from. ``dispatcher``: makes one for the model's replicas."""
 
 
@@ -185,7 +177,7 @@ class InServe:
 
     def source(
         self, config: AppConfig, core: RoutingCore, dispatcher: Callable[..., Dispatcher], charge: Charge
-    ) -> ReplicaTokens:
+    ) -> TokenSource:
         """See ``Outside``."""
         handle = self._handles[config.model_name]
         return dispatcher(
