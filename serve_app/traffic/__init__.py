@@ -1,0 +1,1 @@
+"""Recorded traffic without its text: its file, what writes it, and what reads it."""
