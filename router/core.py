@@ -28,6 +28,7 @@ from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import Event, LoadReport, StatsReport
 from router.protocol.request import Decision, Reason, RoutedRequest
 from router.settings import RouterSettings
+from router.shadow import ShadowPolicy
 
 
 class RoutingCore:
@@ -55,6 +56,8 @@ class RoutingCore:
         self._replicas = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
         self.loads, self.drift = self._replicas.loads, self._replicas.drift
         self._policy = POLICIES[self.settings.policy]
+        self.shadow = self._new_shadow()
+        """Decides beside the policy without acting, None without ``shadow_policy``."""
         self._times = RequestTimes()
         self._working_set = WorkingSet()
 
@@ -96,6 +99,8 @@ class RoutingCore:
             before, self.settings = self.settings, settings
             self._counted = self.counters.by_policy[settings.policy]
             self._policy = POLICIES[settings.policy]
+            if (before.policy, before.shadow_policy) != (settings.policy, settings.shadow_policy):
+                self.shadow = self._new_shadow()
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
                 self._replicas.forget_blocks(settings.block_size, settings.max_blocks)
 
@@ -171,7 +176,8 @@ class RoutingCore:
                 for name in policies
             }
             tiers = self.directory.tiers(self._reusable_chain(request), view.match)
-            return explain(view, rankings, tiers)
+            shadow = None if self.shadow is None else (self.shadow.policy, self.shadow.ranked(view))
+            return explain(view, rankings, tiers, shadow)
 
     def record_delivered(
         self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"", *, stored: bool = True
@@ -230,7 +236,11 @@ class RoutingCore:
             self.counters.all_full += 1
             return None
         replica_id, _, reason = ranked[0]
-        selected, uncached, pull_from, pull_tokens, ttft_s = estimate(view, replica_id)
+        estimated = estimate(view, replica_id)
+        shadow = None
+        if self.shadow is not None and not request.rerouted:  # at its first decision it was compared, and counted below
+            shadow = self.shadow.compare(view, replica_id, estimated)
+        selected, uncached, pull_from, pull_tokens, ttft_s = estimated
         queued: int | None = None
         if self._may_reroute(request, replica_id, reason):
             queued = self.loads.queue_ahead(replica_id)
@@ -238,7 +248,7 @@ class RoutingCore:
         if request.block_hashes and request.store_kv:
             self._replicas.pending.add(request.placement_key, number, replica_id, request.block_hashes)
         best = view.best_tokens
-        if not request.rerouted:  # a rerouted request was counted at its first decision
+        if not request.rerouted:
             # Autoscaling counts only the work that more replicas would speed up.
             self._times.add(ttft_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
             if best:
@@ -247,6 +257,7 @@ class RoutingCore:
         self.counters.decisions_by_replica[replica_id] += 1
         return Decision(
             replica_id, self.router_id, number, best, selected, reason, ttft_s, pull_from, pull_tokens, queued, now_s,
+            shadow,
         )  # fmt: skip
 
     def _may_reroute(self, request: RoutedRequest, replica_id: str, reason: Reason) -> bool:
@@ -278,6 +289,11 @@ class RoutingCore:
             request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, now_s,
             replicas.quiet, loaded,
         )  # fmt: skip
+
+    def _new_shadow(self) -> ShadowPolicy | None:
+        acting, policy = self.settings.policy, self.settings.shadow_policy
+        rng = Random(f"{self.router_id}/shadow")  # noqa: S311 (as above)
+        return ShadowPolicy(policy, self.counters.shadows[acting, policy], self._clock, rng) if policy else None
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:
         gone = self._replicas.away | self._replicas.out

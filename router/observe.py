@@ -102,10 +102,28 @@ class PolicyCounters:
 
 
 @dataclass(slots=True)
+class ShadowCounters:
+    """Sums over the compared decisions. ``acting_``: of the policy that acted. ``faults`` are in no other number."""
+
+    decisions: int = 0
+    different: int = 0
+    prompt_tokens: int = 0
+    predicted_tokens: int = 0
+    acting_predicted_tokens: int = 0
+    estimated_ttft_s: float = 0.0
+    acting_estimated_ttft_s: float = 0.0
+    faults: int = 0
+
+
+@dataclass(slots=True)
 class RouterCounters:
-    """All counters of one router. ``decision_s``: the duration of each decision; ``wait_s``: waits for a replica."""
+    """All counters of one router. ``decision_s``: the duration of each decision; ``wait_s``: waits for a replica.
+
+    ``shadows``: by the acting policy and the shadow's.
+    """
 
     by_policy: defaultdict[str, PolicyCounters] = field(default_factory=lambda: defaultdict(PolicyCounters))
+    shadows: defaultdict[tuple[str, str], ShadowCounters] = field(default_factory=lambda: defaultdict(ShadowCounters))
     decisions_by_replica: Counter[str] = field(default_factory=Counter)
     decision_s: Histogram = field(default_factory=lambda: Histogram(DECISION_BUCKETS_S))
     wait_s: Histogram = field(default_factory=lambda: Histogram(WAIT_BUCKETS_S))
@@ -297,9 +315,15 @@ _BECAUSE = {
 
 
 def explain(
-    view: RoutingView, rankings: Mapping[str, list[Candidate]], tiers: Mapping[str, Mapping[str, int]]
+    view: RoutingView,
+    rankings: Mapping[str, list[Candidate]],
+    tiers: Mapping[str, Mapping[str, int]],
+    shadow: tuple[str, list[Candidate]] | None = None,
 ) -> dict[str, Any]:
-    """Return the replicas in the order of the first ranking, and each policy's winner. ``tiers``: of the matches."""
+    """Return the replicas in the order of the first ranking, and each policy's winner, also that of a ``shadow``.
+
+    ``tiers``: of the matches.
+    """
     loads, adapter_s = view.loads, view.adapter_s
     estimates = {replica_id: estimate(view, replica_id) for replica_id in loads.replica_ids}
     places = {
@@ -315,6 +339,7 @@ def explain(
         "prompt_tokens": view.request.prompt_tokens,
         "best_cached_tokens": view.best_tokens,
         "winners": {policy: _winner(policy, ranked, estimates, view) for policy, ranked in rankings.items()},
+        "shadow": None if shadow is None else {"policy": shadow[0], **_winner(*shadow, estimates, view)},
         "replicas": [
             {
                 "replica_id": replica_id,

@@ -37,17 +37,22 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Settings of one router. ``max_blocks``: in the directory; ``no_replica_wait_s``: the wait without any replica."""
+    """Settings of one router. ``max_blocks``: in the directory; ``no_replica_wait_s``: the wait without any replica.
+
+    ``shadow_policy``: decides beside ``policy`` without acting, "" for none.
+    """
 
     policy: str = DEFAULT_POLICY
     block_size: int = 16
     max_blocks: int = 2_000_000
     no_replica_wait_s: float = 5.0
     scoring: PolicySettings = field(default_factory=PolicySettings)
+    shadow_policy: str = ""
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICY_NAMES:
-            raise ValueError(f"unknown routing policy {self.policy!r}; known: {', '.join(sorted(POLICY_NAMES))}")
+        for policy in (self.policy, self.shadow_policy or self.policy):
+            if policy not in POLICY_NAMES:
+                raise ValueError(f"unknown routing policy {policy!r}; known: {', '.join(sorted(POLICY_NAMES))}")
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RouterSettings:

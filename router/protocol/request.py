@@ -18,6 +18,19 @@ Reason = Literal[
 """The reason for a choice: stable words used by counters and documents."""
 
 
+class ShadowDecision(msgspec.Struct, frozen=True, gc=False):
+    """What another policy would have chosen for a request. ``same``: the replica that was chosen.
+
+    ``predicted_tokens``: cached ones of the prompt on ``replica_id``, by the directory.
+    """
+
+    policy: str
+    replica_id: str
+    same: bool
+    predicted_tokens: int
+    estimated_ttft_s: float
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """The chosen replica and the reason. Token counts are predictions from the directory.
 
@@ -25,7 +38,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     ``reservation``: the number that ``LoadReport.admitted`` returns. ``pull_from``: the replica that supplies the KV of
     the first ``pull_tokens``, "" if computing is faster. A failed pull only costs time. ``queued_tokens``: the expected
     queue. The replica returns the request if it is far too low; None: it accepts the request in any case.
-    ``decided_s``: on the router's monotonic clock.
+    ``decided_s``: on the router's monotonic clock. ``shadow``: of ``shadow_policy``, if it was asked.
     """
 
     replica_id: str
@@ -39,6 +52,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     pull_tokens: int = 0
     queued_tokens: int | None = None
     decided_s: float = 0.0
+    shadow: ShadowDecision | None = None
 
 
 class RoutedRequest(msgspec.Struct, frozen=True):

@@ -250,7 +250,8 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
                 raise asyncio.CancelledError
             self._decided(route, decision)
             if isinstance(pending_request.args[0], RoutedRequest):  # a router's subclass may read other arguments
-                pending_request.args = [structs.replace(route, decision=decision), *pending_request.args[1:]]
+                sent = decision if decision.shadow is None else structs.replace(decision, shadow=None)
+                pending_request.args = [structs.replace(route, decision=sent), *pending_request.args[1:]]
             return self._by_name[decision.replica_id]
         except Exception:
             self._fault("choosing a replica")

@@ -93,6 +93,11 @@ class RoutingSection(BaseModel):
     """The choice of a replica, and the requests that wait for one."""
 
     policy: PolicyName = Field(DEFAULT_POLICY, description="policy that chooses replicas (docs/explanation/routing.md)")
+    shadow_policy: PolicyName | None = Field(
+        None,
+        description="policy that also decides, without acting; metrics, explain and `traffic_log` tell what it would "
+        "have chosen. It sees only the caches that `policy` made",
+    )
     replica_attributes: dict[AttributeName, AttributeValue] = Field(
         default_factory=dict,
         max_length=MAX_ATTRIBUTES,
@@ -299,6 +304,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         """Return the router's settings for ``RouterSettings.from_json``."""
         return {
             "policy": self.policy,
+            "shadow_policy": self.shadow_policy or "",
             "block_size": self.block_size,
             "max_blocks": self.directory_max_blocks,
             "no_replica_wait_s": self.no_replica_wait_s,

@@ -13,6 +13,7 @@ from serve_app.config.tenants import PlacedError
 LIVE = frozenset(
     {
         "policy",
+        "shadow_policy",
         "autoscaling",
         "no_replica_wait_s",
         "tenants",

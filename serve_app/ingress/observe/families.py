@@ -302,6 +302,25 @@ warmpath_router_ttft_actual_to_estimated_ratio: ingress policy (histogram)
     Actual time from the routing decision to the first token / estimated work until then. Calls, the running step and
     a step's own cost are not estimated, since they are equal for all replicas; so short requests are above 1.
 
+# Routing: a shadow policy
+Only with `shadow_policy`: its choices beside the acting policy's, for the same requests from the same state. It sees
+only the caches and queues that the acting policy made: with its own, it would find others.
+warmpath_router_shadow_decisions_total: ingress policy shadow
+    Requests about which both policies decided.
+warmpath_router_shadow_share: ingress shadow
+    Part of the requests that are compared now, chosen by a hash of their ids: 1, or as many as 10 us of CPU a request
+    allow on average.
+warmpath_router_shadow_different_total: ingress policy shadow
+    Of those requests, the ones that the shadow would have sent to another replica.
+warmpath_router_shadow_prompt_tokens_total: ingress policy shadow
+    Prompt tokens of those requests.
+warmpath_router_shadow_predicted_tokens_total: ingress policy shadow choice
+    Of those tokens, the ones on the replica of each choice, according to the directory.
+warmpath_router_shadow_estimated_ttft_seconds_total: ingress policy shadow choice
+    Sum of the estimated work until the first token, on the replica of each choice.
+warmpath_router_shadow_faults_total: ingress policy shadow
+    Errors in the shadow policy, which change nothing and are in no other number. Should be 0.
+
 # Routing: directory and feed
 A router's knowledge of the replicas' caches, and its source.
 warmpath_directory_blocks: ingress
@@ -422,6 +441,8 @@ LABELS = {
     "prompt": "NAME@VERSION of a registered prompt",
     "kind": "`save`, `public`, `prefix`",
     "policy": "a policy's name",
+    "shadow": "a policy's name",
+    "choice": "`acting` or `shadow`",
     "cause": "`not_selected`, `evicted`, `unused`; of a fallback `down`, `asleep`, `full`",
     "model": "on every series of one of several `models`, its name",
     "fallback": "a model's name",

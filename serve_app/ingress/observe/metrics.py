@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 from router import __version__
 from router.core import RoutingCore
 from router.directory import DriftKind
-from router.observe import PolicyCounters
+from router.observe import PolicyCounters, ShadowCounters
 from router.protocol.samples import TTFT_BUCKETS_S, Labels, Sample
 from router.protocol.samples import Histogram as PlainHistogram
 from serve_app.errors import LimitReason
@@ -145,6 +145,10 @@ def router_samples(core: RoutingCore) -> list[Sample]:
     samples += counters.wait_s.samples("warmpath_wait_seconds", (("place", "router"),))
     for policy, counted in list(counters.by_policy.items()):
         samples += _policy_samples(counted, ("policy", policy))
+    for (policy, shadow), compared in list(counters.shadows.items()):
+        samples += _shadow_samples(compared, ("policy", policy), ("shadow", shadow))
+    if core.shadow is not None:
+        samples += samples_of({"warmpath_router_shadow_share": core.shadow.share}, ("shadow", core.shadow.policy))
     for replica_id, decisions in list(counters.decisions_by_replica.items()):
         samples += samples_of({"warmpath_router_replica_decisions_total": decisions}, ("replica", replica_id))
     for replica in state["replicas"]:
@@ -172,6 +176,27 @@ def _policy_samples(counted: PolicyCounters, policy: tuple[str, str]) -> list[Sa
         for cause in ("not_selected", "evicted", "unused"):
             lost = {"warmpath_router_regret_tokens_total": getattr(tokens, f"{cause}_tokens")}
             samples += samples_of(lost, policy, reason, ("cause", cause))
+    return samples
+
+
+def _shadow_samples(compared: ShadowCounters, *labels: tuple[str, str]) -> list[Sample]:
+    counts = {
+        "warmpath_router_shadow_decisions_total": compared.decisions,
+        "warmpath_router_shadow_different_total": compared.different,
+        "warmpath_router_shadow_prompt_tokens_total": compared.prompt_tokens,
+        "warmpath_router_shadow_faults_total": compared.faults,
+    }
+    both = (
+        ("acting", compared.acting_predicted_tokens, compared.acting_estimated_ttft_s),
+        ("shadow", compared.predicted_tokens, compared.estimated_ttft_s),
+    )
+    samples = samples_of(counts, *labels)
+    for choice, predicted_tokens, ttft_s in both:
+        of_choice = {
+            "warmpath_router_shadow_predicted_tokens_total": predicted_tokens,
+            "warmpath_router_shadow_estimated_ttft_seconds_total": ttft_s,
+        }
+        samples += samples_of(of_choice, *labels, ("choice", choice))
     return samples
 
 

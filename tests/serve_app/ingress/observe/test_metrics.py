@@ -168,7 +168,7 @@ def test_rendered_samples_parse_back() -> None:
     metrics.add("warmpath_requests_total", 3, endpoint="chat", status="200", tenant="acme")
     metrics.first_token("acme", 0.1, 40, 24)
     metrics.retried(after_first_token=True)
-    core = RoutingCore("router")
+    core = RoutingCore("router", RouterSettings(shadow_policy="round_robin"))
     core.update_replicas(["a", "b"])
     decision = core.decide(RoutedRequest("r", b"\1" * 32, 40, b"k" * 16))
     assert decision is not None
@@ -181,6 +181,12 @@ def test_rendered_samples_parse_back() -> None:
     counted = {"best_cached": 0, "selected_cached": 0, "delivered_cached": 24, "prompt": 40}
     for name, tokens in counted.items():
         assert parsed[f"warmpath_router_{name}_tokens_total", labels] == tokens
+    both = (("ingress", "i-1"), ("policy", core.settings.policy), ("shadow", "round_robin"))
+    assert parsed["warmpath_router_shadow_decisions_total", both] == 1
+    assert parsed["warmpath_router_shadow_prompt_tokens_total", both] == 40
+    for choice in ("acting", "shadow"):
+        seconds = parsed["warmpath_router_shadow_estimated_ttft_seconds_total", (("choice", choice), *both)]
+        assert seconds == pytest.approx(decision.estimated_ttft_s)
 
 
 def test_vllms_names_have_the_same_values_by_replica_and_model(make_engine: MakeEngine) -> None:
