@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from benchmarks.common.harness import progress
-from serve_app.cli.bench import TimedAnswer
+from serve_app.replay.client import TimedAnswer
 
 
 @dataclass(slots=True)

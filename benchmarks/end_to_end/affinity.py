@@ -22,9 +22,9 @@ from benchmarks.common.server import instance, set_flags
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.kv_planner import kv_room
 from serve_app.checkpoints.sources import resolve_model
-from serve_app.cli.bench import TimedAnswer, chat_body, stream_chat
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import EngineName
+from serve_app.replay.client import TimedAnswer, chat_body, stream_chat
 
 MODES = ("off", "on")
 DTYPE = "float32"

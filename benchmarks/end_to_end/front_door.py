@@ -22,7 +22,7 @@ from benchmarks.common.report import BenchmarkError, percentile
 from benchmarks.common.server import MARK, instance, marked_processes
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
 from serve_app.checkpoints.sources import resolve_model
-from serve_app.cli.bench import RequestFailed, TimedAnswer, chat_body, stream_chat
+from serve_app.replay.client import RequestFailed, TimedAnswer, chat_body, stream_chat
 
 KINDS = (
     ("ingress", r"ServeReplica:.*:Ingress"),

@@ -17,10 +17,10 @@ import httpx
 import psutil
 
 from benchmarks.common.harness import Findings, Options, benchmark, flag, note
-from benchmarks.common.open_loop import Result, Shot, fire
 from benchmarks.common.report import percentile, spread
 from cluster.local import LocalCluster, application
-from serve_app.cli.bench import chat_body
+from serve_app.replay.client import chat_body
+from serve_app.replay.open_loop import Result, Shot, fire
 
 STEADY = "steady"
 IMPORTS = [sys.executable, "-c", "import serve_app.app, serve_app.replica.replica"]

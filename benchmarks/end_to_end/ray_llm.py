@@ -18,7 +18,7 @@ from benchmarks.common.repeats import send_repeatedly
 from benchmarks.common.report import spread
 from benchmarks.peers.ray_llm import ENGINE, MODEL, ROUTERS, application, ray_llm
 from serve_app.checkpoints.sources import resolve_model
-from serve_app.cli.bench import RequestFailed, TimedAnswer, chat_body, stream_answer
+from serve_app.replay.client import RequestFailed, TimedAnswer, chat_body, stream_answer
 
 BLOCK = ENGINE["block_size"]
 REPLICAS = 2

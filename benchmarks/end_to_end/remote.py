@@ -24,9 +24,9 @@ from benchmarks.end_to_end.affinity import measure
 from benchmarks.peers.smg import smg_server
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
 from serve_app.checkpoints.sources import resolve_model
-from serve_app.cli.bench import chat_body, stream_chat
 from serve_app.cli.local_ray import held_port
 from serve_app.config.workers import worker_of
+from serve_app.replay.client import chat_body, stream_chat
 
 SYSTEMS = ("warmpath", "power_of_two", "smg")
 BLOCK, SERVERS = 32, 2

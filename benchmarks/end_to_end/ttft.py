@@ -15,7 +15,7 @@ from benchmarks.common.prompts import text_of
 from benchmarks.common.report import spread
 from benchmarks.common.server import instance
 from serve_app.checkpoints.sources import resolve_model
-from serve_app.cli.bench import TimedAnswer, chat_body, stream_chat
+from serve_app.replay.client import TimedAnswer, chat_body, stream_chat
 
 
 @benchmark(

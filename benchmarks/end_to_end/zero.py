@@ -16,7 +16,7 @@ from benchmarks.common.harness import Findings, Options, benchmark, flag, note
 from benchmarks.common.prompts import text_of
 from benchmarks.common.server import instance
 from serve_app.checkpoints.sources import resolve_model
-from serve_app.cli.bench import chat_body, stream_chat
+from serve_app.replay.client import chat_body, stream_chat
 
 STOPS_AFTER_S = 10
 NAME = "zero"

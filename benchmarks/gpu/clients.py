@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import httpx
 
 from benchmarks.gpu.systems import Target
-from serve_app.cli.bench import TimedAnswer, stream_answer, stream_events
+from serve_app.replay.client import TimedAnswer, stream_answer, stream_events
 
 CHAT = "/v1/chat/completions"
 TIMEOUT_S = 300.0

@@ -10,7 +10,7 @@ from benchmarks.end_to_end.front_door import cpu_s, cpu_used_s
 from benchmarks.gpu.clients import Clients, RequestBody, answers
 from benchmarks.gpu.shapes import Shape, text_of
 from benchmarks.gpu.systems import MODEL, Target
-from serve_app.cli.bench import TimedAnswer, chat_body
+from serve_app.replay.client import TimedAnswer, chat_body
 
 RowFigures = dict[str, Any]
 MeasuredRow = tuple[RowFigures, str]

@@ -31,9 +31,9 @@ from benchmarks.gpu.shapes import SHAPES, Shape, drafter, make_checkpoint, windo
 from benchmarks.gpu.systems import MODEL, TENANTS, Card, Target, Warmpath, find_card, vllm_flags
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
 from cluster.local import ClusterError
-from serve_app.cli.bench import RequestFailed
 from serve_app.cli.local_ray import answers
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, EngineName, vllm_missing
+from serve_app.replay.client import RequestFailed
 
 ALONE = {"first_token": rows.first_token, "decode": rows.decode, "request": rows.request}
 """Rows of one replica beside `vllm serve`."""

@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 
 from benchmarks.common.agent_sessions import random_arrivals, read_sessions, requests_of
-from benchmarks.common.open_loop import Shot, fire, hit_rate, summary
 from benchmarks.common.report import BenchmarkError, metric_sum, percentile, spread
 from benchmarks.common.trace import DEFAULT_TRACE
 from benchmarks.end_to_end.replay import agents
@@ -27,7 +26,8 @@ from benchmarks.gpu.rows import QUESTION_TOKENS, SYSTEM_TOKENS, Bench, MeasuredR
 from benchmarks.gpu.shapes import text_of
 from benchmarks.gpu.systems import FLOODER, MODEL, TENANTS, Target, Warmpath
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, read_trace
-from serve_app.cli.bench import RequestFailed, TimedAnswer, chat_body
+from serve_app.replay.client import RequestFailed, TimedAnswer, chat_body
+from serve_app.replay.open_loop import Shot, fire, hit_rate, summary
 
 POLICIES = ("estimated_ttft", "power_of_two", "round_robin")
 FEED_S = 0.1

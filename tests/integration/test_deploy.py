@@ -19,13 +19,13 @@ import httpx
 import pytest
 import yaml
 
-from serve_app.cli.bench import stream_events
 from serve_app.cli.checks.finding import Look
 from serve_app.cli.checks.run import findings
 from serve_app.cli.local_ray import held_port
 from serve_app.config.live import BadSettings, app_config
 from serve_app.errors import innermost
 from serve_app.ingress.connections import CALLBACK, CLIENT_HEADERS
+from serve_app.replay.client import stream_events
 from serve_app.tenants import make_api_key
 from tests.harness.prometheus import prometheus
 from tests.integration.conftest import (

@@ -23,7 +23,7 @@ import pytest
 
 from cluster.local import LocalCluster, application
 from router import __version__
-from serve_app.cli.bench import RequestFailed, stream_answer
+from serve_app.replay.client import RequestFailed, stream_answer
 from tests.integration.conftest import HTTP, alone, clients, eventually, metric, wait_until_cached
 from tests.integration.scaling.stage import CHAT, HELD_TOKENS, ask_at_once, body, texts
 

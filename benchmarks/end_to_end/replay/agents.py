@@ -28,7 +28,6 @@ from benchmarks.common.agent_sessions import (
     working_set_tokens,
 )
 from benchmarks.common.harness import Findings, Options, benchmark, engine_flag, flag, in_turns, note
-from benchmarks.common.open_loop import Shot, fire, hit_rate
 from benchmarks.common.report import BenchmarkError, percentile, spread
 from benchmarks.common.server import instance
 from benchmarks.end_to_end.replay.run import with_tenants
@@ -36,8 +35,9 @@ from benchmarks.end_to_end.replay.shots import trace_shots
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 from serve_app.checkpoints.sources import resolve_model
-from serve_app.cli.bench import RequestFailed, TimedAnswer, stream_answer
 from serve_app.config.app import AppConfig
+from serve_app.replay.client import RequestFailed, TimedAnswer, stream_answer
+from serve_app.replay.open_loop import Shot, fire, hit_rate
 
 TIMEOUT_S = 600.0
 FLOODER, FLOOD_IDS, FLOOD_FROM = "flooder", 12, 1 << 30

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.common.harness import Findings, Options, benchmark, engine_flag, flag, names_flag
-from benchmarks.common.open_loop import Result, Shot, fire, summary
 from benchmarks.common.server import instance, new_tenants, set_flags
 from benchmarks.end_to_end.replay.shots import DEFAULT_MODEL, add_source_flags, read_keys, shots_of
 from router.settings import POLICY_NAMES
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import ENGINES
+from serve_app.replay.open_loop import Result, Shot, fire, summary
 
 
 def replay(url: str, shots: Sequence[Shot], name: str, options: Options) -> list[Result]:

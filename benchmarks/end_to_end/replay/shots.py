@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.common.open_loop import Shot
 from benchmarks.common.trace import add_trace_flags, chosen_trace
 from benchmarks.end_to_end.replay.request_log import COMPLETIONS, is_log, read_log
 from benchmarks.end_to_end.replay.text import TraceText
 from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 from serve_app.checkpoints.sources import resolve_model
+from serve_app.replay.open_loop import Shot
 
 TENANTS = "tenants"
 KEY_VARIABLE = "OPENAI_API_KEY"

@@ -23,7 +23,7 @@ from benchmarks.common.harness import Findings, Options, benchmark, flag, names_
 from benchmarks.common.report import percentile, spread
 from benchmarks.common.server import instance, new_tenants
 from benchmarks.isolation.hostile.attacks import ATTACKS, Victim, attack
-from serve_app.cli.bench import RequestFailed, chat_body, stream_answer
+from serve_app.replay.client import RequestFailed, chat_body, stream_answer
 
 PROBE_S = 0.05
 REST_S = 2.0

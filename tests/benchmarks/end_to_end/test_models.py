@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.open_loop import Result, Shot
 from benchmarks.end_to_end import models
 from benchmarks.end_to_end.models import (
     CHANGES,
@@ -23,7 +22,8 @@ from benchmarks.end_to_end.models import (
     ratios,
     shots,
 )
-from serve_app.cli.bench import TimedAnswer
+from serve_app.replay.client import TimedAnswer
+from serve_app.replay.open_loop import Result, Shot
 
 
 def test_ratios_are_medians_of_quotients_within_a_run() -> None:

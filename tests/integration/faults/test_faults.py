@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from serve_app.cli.bench import stream_events
+from serve_app.replay.client import stream_events
 from tests.integration.conftest import HTTP, clients, eventually, replicas_of, wait_for_replicas
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]

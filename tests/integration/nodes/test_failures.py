@@ -21,7 +21,7 @@ import pytest
 from benchmarks.common.prompts import text_of
 from cluster.local import LocalCluster, application
 from serve_app.checkpoints.sources import resolve_model
-from serve_app.cli.bench import RequestFailed, stream_events
+from serve_app.replay.client import RequestFailed, stream_events
 from tests.integration.conftest import HTTP, alone, clients, eventually, replicas_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.common.prompts import text_of
 from cluster.local import LocalCluster, application
 from serve_app.checkpoints.sources import resolve_model
-from serve_app.cli.bench import stream_answer
+from serve_app.replay.client import stream_answer
 from tests.integration.conftest import HTTP, PATIENCE_S, cache_state, clients, eventually, replicas_of
 
 CHAT = "/v1/chat/completions"

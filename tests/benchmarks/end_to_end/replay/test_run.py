@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.common.open_loop import Result, Shot, fire, summary
 from benchmarks.common.prompts import tokenizer_of
 from benchmarks.common.trace import DEFAULT_TRACE
 from benchmarks.end_to_end.replay.request_log import CHAT, COMPLETIONS, LoggedRequest, is_log, read_log
@@ -21,7 +20,8 @@ from benchmarks.end_to_end.replay.shots import read_keys, shots_of
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.reuse import TraceRequest
 from serve_app.checkpoints.sources import resolve_model
-from serve_app.cli.bench import TimedAnswer
+from serve_app.replay.client import TimedAnswer
+from serve_app.replay.open_loop import Result, Shot, fire, summary
 
 IDS = st.lists(st.integers(0, 1 << 30), min_size=1, max_size=6)
 

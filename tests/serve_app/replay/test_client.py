@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.common.open_loop import UNKNOWN, hit_rate
-from serve_app.cli.bench import StreamCut, TimedAnswer, stream_answer
+from serve_app.replay.client import StreamCut, TimedAnswer, stream_answer
+from serve_app.replay.open_loop import UNKNOWN, hit_rate
 
 TEXT = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b", "finish_reason": "length"}]}]
 USAGE = {"prompt_tokens": 10, "completion_tokens": 5}

@@ -1,29 +1,35 @@
-"""Open-loop load: requests are sent at their times, even if earlier ones have no answer yet."""
+"""Open-loop load: requests are sent at their times, even if earlier ones have no answer yet.
+
+Bounded: requests come from an iterator when they are due, and at most ``most_open`` connections are open. One that
+finds all of them open waits for another's end, which counts as lateness.
+"""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+import numpy as np
 
-from benchmarks.common.report import percentile
-from serve_app.cli.bench import RequestFailed, TimedAnswer, stream_answer
+from serve_app.replay.client import RequestFailed, TimedAnswer, stream_answer
 
 REFUSED = (429, 503)
 UNKNOWN = "unknown"
+MOST_OPEN = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One request of a tenant, sent ``at_s`` seconds after the start."""
+    """One request of a tenant, sent ``at_s`` seconds after the start. ``number``: the sender's."""
 
     at_s: float
     path: str
     body: dict[str, Any]
     tenant: str = "default"
     api_key: str = ""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +48,68 @@ class Result:
         assert self.answer is not None
         return self.late_s + self.answer.ttft_s
 
+    def without_texts(self) -> "Result":
+        """Return what is to be counted of it: without the bodies of request and answer."""
+        answer = None if self.answer is None else replace(self.answer, text="")
+        return replace(self, shot=replace(self.shot, body={}), answer=answer)
+
 
 async def fire(url: str, shots: Sequence[Shot], timeout_s: float, progress: Callable[[], None]) -> list[Result]:
     """Send every shot at its time; return the results in the order of the shots."""
+    results: dict[int, Result] = {}
+
+    def take(result: Result) -> None:
+        results[result.shot.number] = result
+        progress()
+
+    numbered = [replace(shot, number=number) for number, shot in enumerate(shots)]
+    await send(url, sorted(numbered, key=lambda shot: shot.at_s), take, timeout_s=timeout_s)
+    return [replace(results[number], shot=shot) for number, shot in enumerate(shots)]
+
+
+async def send(
+    url: str,
+    shots: Iterable[Shot] | AsyncIterable[Shot],
+    take: Callable[[Result], None],
+    *,
+    timeout_s: float,
+    most_open: int = MOST_OPEN,
+) -> None:
+    """Send shots, in order of their times, each at its time; ``take`` each result when it is there."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    async with httpx.AsyncClient(timeout=timeout_s, limits=limits) as client:
+    gate = asyncio.Semaphore(most_open)
+
+    async def one(shot: Shot) -> None:
+        late_s = max(0.0, time.perf_counter() - started_s - shot.at_s)
+        headers = {"authorization": f"Bearer {shot.api_key}"} if shot.api_key else {}
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await stream_answer(client, url + shot.path, shot.body, headers)
+            result = Result(shot, late_s, answer)
+        except RequestFailed as error:
+            result = Result(shot, late_s, None, error.status, str(error))
+        except (httpx.HTTPError, TimeoutError, ValueError, KeyError) as error:  # or it is no OpenAI stream
+            result = Result(shot, late_s, None, 0, f"{type(error).__name__}: {error}")
+        finally:
+            gate.release()
+        take(result)
+
+    async with httpx.AsyncClient(timeout=timeout_s, limits=limits) as client, asyncio.TaskGroup() as tasks:
         started_s = time.perf_counter()
-
-        async def one(shot: Shot) -> Result:
-            late_s = max(0.0, time.perf_counter() - started_s - shot.at_s)
-            headers = {"authorization": f"Bearer {shot.api_key}"} if shot.api_key else {}
-            try:
-                async with asyncio.timeout(timeout_s):
-                    answer = await stream_answer(client, url + shot.path, shot.body, headers)
-                return Result(shot, late_s, answer)
-            except RequestFailed as error:
-                return Result(shot, late_s, None, error.status, str(error))
-            except (httpx.HTTPError, TimeoutError, ValueError, KeyError) as error:  # or it is no OpenAI stream
-                return Result(shot, late_s, None, 0, f"{type(error).__name__}: {error}")
-            finally:
-                progress()
-
         # Tasks are created at their time, so that a day's requests are not all tasks in memory from the start.
-        tasks: dict[int, asyncio.Task[Result]] = {}
-        for place, shot in sorted(enumerate(shots), key=lambda numbered: numbered[1].at_s):
+        async for shot in _each(shots):
             await asyncio.sleep(max(0.0, shot.at_s - (time.perf_counter() - started_s)))
-            tasks[place] = asyncio.create_task(one(shot))
-        return [await tasks[place] for place in range(len(shots))]
+            await gate.acquire()
+            tasks.create_task(one(shot))
+
+
+async def _each(shots: Iterable[Shot] | AsyncIterable[Shot]) -> AsyncIterator[Shot]:
+    if isinstance(shots, AsyncIterable):
+        async for shot in shots:
+            yield shot
+    else:
+        for shot in shots:
+            yield shot
 
 
 def hit_rate(answers: Sequence[TimedAnswer]) -> float | str:
@@ -106,3 +147,8 @@ def summary(results: Sequence[Result], ttft_slo_s: float) -> dict[str, Any]:
     good = sum(result.ttft_s <= ttft_slo_s for result in answered)
     figures["goodput_rps"] = good / (ended_s - min(result.shot.at_s for result in results))
     return figures
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the ``percent``-th percentile (0 to 100), linearly interpolated."""
+    return float(np.percentile(values, percent))
