@@ -1,0 +1,342 @@
+"""One simulated replica: steps of prefill and decoding over a pool of segments, in virtual time.
+
+The same discipline as our engines': tenants share a step's prefill, within one the least uncached work runs first, with
+aging, and a prompt whose beginning another one is computing waits for it. Equal steps in a row are one event.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import floor
+
+from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, QUANTUM_TOKENS
+from serve_app.engine.scheduling.scheduler import AGING_SHARE, PREFILL_S
+from serve_app.replay.pool import SegmentPool
+from serve_app.replay.setup import Rates
+
+NOTHING: tuple[int, int] = (-1, 0)
+
+
+class ReplayJob:
+    """A request at its replica. ``path``: its segments; ``grown``: the segment and blocks that its answer fills.
+
+    ``left_tokens``: to compute; ``count``: matched segments; ``private_blocks``: taken from the pool and not shared.
+    """
+
+    __slots__ = (
+        "arrival_s", "cached_tokens", "count", "grown", "left_tokens", "limit_blocks", "load_s", "number",
+        "output_tokens", "path", "private_blocks", "prompt_tokens", "pulled_blocks", "rank", "started", "tenant",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, arrival_s: float, prompt_tokens: int, output_tokens: int, tenant: int, path: list[int],
+        limit_blocks: int, grown: tuple[int, int] = NOTHING,
+    ) -> None:  # fmt: skip
+        self.number, self.arrival_s, self.tenant, self.path = number, arrival_s, tenant, path
+        self.prompt_tokens, self.output_tokens = prompt_tokens, output_tokens
+        self.limit_blocks, self.grown = limit_blocks, grown
+        self.left_tokens = prompt_tokens
+        self.count = self.private_blocks = self.cached_tokens = self.pulled_blocks = 0
+        self.load_s = self.rank = 0.0
+        self.started = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """``times`` equal steps of ``step_s``, in which each job gets its tokens."""
+
+    begun_s: float
+    step_s: float
+    times: int
+    shares: list[tuple[ReplayJob, int]]
+    tokens: int
+
+
+class ReplayReplica:
+    """A replica. ``wake``: asks for ``tick`` at a moment; ``first_token``, ``ended``: hear of jobs and moments."""
+
+    __slots__ = (
+        "_ended", "_first_token", "_served", "_started", "_step", "_v", "_v_s", "_wake", "_waiting", "arrived_tokens",
+        "block_tokens", "computing", "decoding", "due_s", "name", "pool", "queued_tokens", "rates", "running",
+        "shortest_first", "unfinished",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        rates: Rates,
+        pool: SegmentPool,
+        block_tokens: int,
+        *,
+        shortest_first: bool,
+        wake: Callable[[ReplayReplica, float], None],
+        first_token: Callable[[ReplayReplica, ReplayJob, float], None],
+        ended: Callable[[ReplayReplica, ReplayJob, float], None],
+    ) -> None:
+        self.name, self.rates, self.pool, self.block_tokens = name, rates, pool, block_tokens
+        self.shortest_first = shortest_first
+        self._wake, self._first_token, self._ended = wake, first_token, ended
+        self.due_s = -1.0
+        self.queued_tokens = 0
+        """Uncached tokens of the jobs without a first token, as of the last step's end."""
+        self.arrived_tokens = 0
+        self.running = self.unfinished = 0
+        self.computing: dict[int, int] = {}
+        """By segment: the number of the job that computes it."""
+        self.decoding: list[tuple[float, int, ReplayJob]] = []
+        self._v = self._v_s = 0.0
+        """The tokens that each sequence since the start would have got, and when that was counted."""
+        self._waiting: dict[int, list[tuple[float, int, ReplayJob]]] = {}
+        self._started: list[ReplayJob] = []
+        self._served: dict[int, float] = {}
+        self._step: _Step | None = None
+
+    # What routers see.
+
+    def load(self, now_s: float) -> tuple[int, int]:
+        """Return the tokens that are queued, and those of them that nobody overtakes."""
+        step = self._step
+        if step is None:
+            return self.queued_tokens, self.queued_tokens if not self.shortest_first else 0
+        part = (now_s - step.begun_s) / step.step_s if step.step_s else 0.0
+        done = min(int(part * step.tokens), step.tokens * step.times)
+        queued = max(self.queued_tokens - done, 1)
+        if not self.shortest_first:
+            return queued, queued
+        return queued, min(queued, step.tokens - done % step.tokens if step.tokens else 0)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs without a first token."""
+        return self.unfinished - self.running
+
+    @property
+    def token_s(self) -> float:
+        """The seconds between two tokens of each answer, as of now."""
+        return self._token_s()
+
+    def used_tokens(self) -> int:
+        """Return the pool tokens of running sequences."""
+        return (self.pool.capacity - self.pool.available) * self.block_tokens
+
+    # The way of a job.
+
+    def submit(self, job: ReplayJob, now_s: float) -> None:
+        """Take a request."""
+        blocks = min(self.pool.match(job.path)[1], job.limit_blocks)
+        job.left_tokens = job.prompt_tokens - blocks * self.block_tokens
+        self.queued_tokens += job.left_tokens
+        self.arrived_tokens += job.left_tokens
+        self.unfinished += 1
+        self._rank(job)
+        line = self._waiting.get(job.tenant)
+        if line is None:
+            line = self._waiting[job.tenant] = []
+            least = min((self._served.get(tenant, 0.0) for tenant in self._waiting), default=0.0)
+            self._served[job.tenant] = max(self._served.get(job.tenant, 0.0), least)
+        heapq.heappush(line, (job.rank, job.number, job))
+        step = self._step
+        if step is None:
+            # Decoding goes on: the prefill begins with the next step.
+            self._count_tokens(now_s)
+            rest = (1.0 - self._v % 1.0) * self.rates.decode_s(self.running) if self.running else 0.0
+            self._step = _Step(now_s, rest, 1, [], 0)
+            self._wake_at(now_s + rest)
+        elif step.times > 1 and self._interrupts(job, step):
+            step.times = min(step.times, floor((now_s - step.begun_s) / step.step_s) + 1)
+            self._wake_at(max(step.begun_s + step.times * step.step_s, now_s))
+
+    @staticmethod
+    def _interrupts(job: ReplayJob, step: _Step) -> bool:
+        first = step.shares[0][0]
+        return len(step.shares) > 1 or job.tenant != first.tenant or job.rank < first.rank
+
+    def tick(self, now_s: float) -> None:
+        """Do what is due."""
+        self.due_s = -1.0
+        self._count_tokens(now_s)
+        self._end_answers(now_s)
+        step = self._step
+        if step is not None and step.begun_s + step.times * step.step_s <= now_s + 1e-9:
+            self._step = None
+            self._end_step(step, now_s)
+        if self._step is None and (self._waiting or self._started):
+            self._begin_step(now_s)
+        self._wake_next(now_s)
+
+    def _rank(self, job: ReplayJob) -> None:
+        if self.shortest_first:
+            job.rank = job.arrival_s + job.left_tokens / (AGING_SHARE * self.rates.prefill_tokens_per_s)
+        else:
+            job.rank = job.arrival_s
+
+    # Decoding.
+
+    def _token_s(self) -> float:
+        step = self._step
+        return step.step_s if step is not None and step.tokens else self.rates.decode_s(self.running)
+
+    def _count_tokens(self, now_s: float) -> None:
+        if self.running:
+            token_s = self._token_s()
+            self._v += (now_s - self._v_s) / token_s if token_s > 0.0 else 1e9
+        self._v_s = now_s
+
+    def _end_answers(self, now_s: float) -> None:
+        decoding = self.decoding
+        while decoding and decoding[0][0] <= self._v + 1e-6:
+            job = heapq.heappop(decoding)[2]
+            self.running -= 1
+            self._end(job, now_s)
+
+    def _end(self, job: ReplayJob, now_s: float) -> None:
+        pool = self.pool
+        self.unfinished -= 1
+        segment, blocks = job.grown
+        if blocks:
+            job.private_blocks -= pool.grow(segment, min(blocks, pool.held.get(segment, 0) + job.private_blocks))
+        pool.release(job.path)
+        pool.give(job.private_blocks)
+        self._ended(self, job, now_s)
+
+    def _wake_at(self, moment_s: float) -> None:
+        if self.due_s < 0.0 or moment_s < self.due_s:
+            self.due_s = moment_s
+            self._wake(self, moment_s)
+
+    def _wake_next(self, now_s: float) -> None:
+        step = self._step
+        due_s = step.begun_s + step.times * step.step_s if step is not None else -1.0
+        if self.decoding:
+            ends_s = now_s + max(self.decoding[0][0] - self._v, 0.0) * self._token_s()
+            due_s = ends_s if due_s < 0.0 else min(due_s, ends_s)
+        if due_s >= 0.0:
+            self._wake_at(max(due_s, now_s))
+
+    # Prefill.
+
+    def _begin_step(self, now_s: float) -> None:
+        rates, running = self.rates, self.running
+        beside_s = rates.decode_s(running)
+        rate = rates.prefill_tokens_per_s
+        budget = min(rates.step_tokens - running, max(LEAST_STEP_TOKENS, int(rate * PREFILL_S)))
+        if beside_s:
+            budget = int(min(budget, max(QUANTUM_TOKENS, rate * (rates.max_itl_s - beside_s))))
+        shares = self._shares(max(budget, 1), now_s)
+        if not shares:
+            return
+        tokens = sum(share for _, share in shares)
+        load_s = 0.0
+        for job, _ in shares:
+            load_s += job.load_s
+            job.load_s = 0.0
+        times = max(1, min(job.left_tokens // share for job, share in shares)) if not load_s else 1
+        self._step = _Step(now_s, tokens / rate + beside_s + load_s, times, shares, tokens)
+
+    def _shares(self, budget: int, now_s: float) -> list[tuple[ReplayJob, int]]:
+        """Hand out a step's tokens: in equal parts to the tenants that wait, least served first, what is left again."""
+        lines: dict[int, list[ReplayJob]] = {}
+        for job in self._started:
+            lines.setdefault(job.tenant, []).append(job)
+        tenants = sorted({*lines, *self._waiting}, key=lambda tenant: self._served.get(tenant, 0.0))
+        shares: list[tuple[ReplayJob, int]] = []
+        most = max(1, budget // QUANTUM_TOKENS)
+        part = max(1, budget // min(len(tenants), most))
+        for tenant in tenants:
+            begun = sorted(lines.get(tenant, ()), key=lambda job: job.rank)
+            room = min(part, budget)
+            while room > 0 and (job := self._next(tenant, begun, now_s)) is not None:
+                share = min(room, job.left_tokens)
+                shares.append((job, share))
+                self._served[tenant] = self._served.get(tenant, 0.0) + share
+                room -= share
+                budget -= share
+            if budget <= 0:
+                break
+        return shares
+
+    def _next(self, tenant: int, begun: list[ReplayJob], now_s: float) -> ReplayJob | None:
+        """Return the tenant's next job, started now if it has not yet, or None."""
+        line = self._waiting.get(tenant)
+        skipped: list[tuple[float, int, ReplayJob]] = []
+        found: ReplayJob | None = None
+        while line and found is None:
+            if begun and begun[0].rank <= line[0][0]:
+                break
+            entry = heapq.heappop(line)
+            job = entry[2]
+            if self._awaits_another(job):
+                skipped.append(entry)
+            elif self._start(job):
+                found = job
+            else:
+                skipped.append(entry)
+                break
+        if line is not None:
+            for entry in skipped:
+                heapq.heappush(line, entry)
+            if not line:
+                del self._waiting[tenant]
+        return found or (begun.pop(0) if begun else None)
+
+    def _awaits_another(self, job: ReplayJob) -> bool:
+        if not self.computing:
+            return False
+        count, blocks = self.pool.match(job.path)
+        if blocks >= job.limit_blocks or count >= len(job.path):
+            return False
+        return self.computing.get(job.path[count], job.number) != job.number
+
+    def _start(self, job: ReplayJob) -> bool:
+        """Give a job its blocks, if there are enough, and count what of its prompt is cached now."""
+        pool, size = self.pool, self.block_tokens
+        if self.unfinished and self.running + len(self._started) >= self.rates.max_num_seqs:
+            return False
+        count, blocks = pool.match(job.path)
+        pool.acquire(job.path, count)
+        needed = max(-(-(job.prompt_tokens + job.output_tokens) // size) - blocks, 0)
+        if not pool.take(needed):
+            pool.release(job.path[:count])
+            return False
+        more, block_s = pool.loadable(job.path, count, blocks)
+        reused = min(blocks + more, job.limit_blocks)
+        if more and block_s >= size / self.rates.prefill_tokens_per_s:
+            reused, more = min(blocks, job.limit_blocks), 0
+        if job.pulled_blocks > reused:
+            job.load_s += (job.pulled_blocks - reused) * size / self.rates.pull_tokens_per_s
+            reused = min(job.pulled_blocks, job.limit_blocks)
+        job.load_s += more * block_s
+        job.private_blocks, job.count, job.started = needed, count, True
+        left = max(job.prompt_tokens - reused * size, 1)
+        self.queued_tokens += left - job.left_tokens
+        job.left_tokens, job.cached_tokens = left, reused * size
+        self._rank(job)
+        for segment in job.path[count:]:
+            self.computing.setdefault(segment, job.number)
+        self._started.append(job)
+        return True
+
+    def _end_step(self, step: _Step, now_s: float) -> None:
+        done: list[ReplayJob] = []
+        for job, share in step.shares:
+            tokens = min(share * step.times, job.left_tokens)
+            job.left_tokens -= tokens
+            self.queued_tokens -= tokens
+            if job.left_tokens <= 0:
+                done.append(job)
+            else:
+                self._rank(job)
+        for job in done:
+            self._started.remove(job)
+            job.private_blocks -= self.pool.publish(job.path, job.count)
+            for segment in job.path[job.count :]:
+                if self.computing.get(segment) == job.number:
+                    del self.computing[segment]
+            self._first_token(self, job, now_s)
+            if job.output_tokens <= 1:
+                self._end(job, now_s)
+            else:
+                self.running += 1
+                heapq.heappush(self.decoding, (self._v + job.output_tokens - 1, job.number, job))

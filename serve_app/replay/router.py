@@ -1,0 +1,195 @@
+"""The product's policies over simulated replicas: their loads as the columns that policies read, their pools as matches.
+
+One router that always knows the present state: what several routers do not know of each other is not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from router.candidates import RoutingView, estimate
+from router.load import LoadTable, ReplicaLoad, seconds_per_token
+from router.policies import POLICIES
+from router.protocol.request import RoutedRequest
+from router.settings import PolicySettings
+from serve_app.replay.pool import Holders
+from serve_app.replay.replica import ReplayJob, ReplayReplica
+from serve_app.replay.setup import Setup
+
+
+class ReplayDecision(NamedTuple):
+    """The chosen replica, the blocks it was expected to have, to pull, and the seconds of its first token."""
+
+    replica: ReplayReplica
+    predicted_blocks: int
+    pulled_blocks: int
+    own_s: float
+    estimated_ttft_s: float
+    best_blocks: int
+
+
+class ModelledLoads(LoadTable):
+    """A load table that is written from simulated replicas, without reports."""
+
+    def __init__(self, replicas: Sequence[ReplayReplica], setup: Setup) -> None:
+        self.router_id, self.num_full, self.num_loading = "replay", 0, 0
+        self.sources = list(replicas)
+        self.replica_ids = [replica.name for replica in replicas]
+        self.replicas = {name: ReplicaLoad(row) for row, name in enumerate(self.replica_ids)}
+        rows = len(self.replica_ids)
+        for column in ("queued_tokens", "committed_tokens", "overtakable_tokens", "waiting", "falloff", "running"):
+            setattr(self, column, np.zeros(rows))
+        self.seconds_per_token = np.full(rows, 1.0 / setup.rates.prefill_tokens_per_s)
+        self.ranked_s = np.full(rows, 1.0 / setup.rates.prefill_tokens_per_s)
+        self.full = np.zeros(rows, np.bool_)
+        self.seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in self.replica_ids], np.uint64)
+        pull = setup.rates.pull_tokens_per_s
+        self.num_pulling = rows if pull else 0
+        pace = setup.rates.prefill_tokens_per_s / pull if pull else float("inf")
+        self.pull_shares = np.full(rows, min(1.4 * pace, 1.0))
+        for each in self.replicas.values():
+            each.pulls, each.pull_pace = bool(pull), pace
+        self._rate = setup.rates.prefill_tokens_per_s
+
+    def refresh(self, now_s: float) -> None:
+        """Write every replica's present load."""
+        for row, source in enumerate(self.sources):
+            load = self.replicas[source.name]
+            if not source.unfinished and not load.waiting and not load.running:
+                continue
+            queued, committed = source.load(now_s)
+            running, waiting = source.running, source.unfinished - source.running
+            if running != load.running:
+                load.running = running
+                self.running[row] = running
+                load.seconds_per_token = per_token = seconds_per_token(self._rate, running)
+                self.seconds_per_token[row] = per_token
+            others = queued - committed
+            load.queued_tokens, load.committed_tokens, load.waiting = queued, committed, waiting
+            load.falloff = falloff = -max(waiting - 1 if committed else waiting, 1) / others if others else 0.0
+            self.queued_tokens[row] = queued
+            self.committed_tokens[row] = committed
+            self.overtakable_tokens[row] = others
+            self.waiting[row] = waiting
+            self.falloff[row] = falloff
+        self.ranked_s = self.seconds_per_token
+
+
+class ReplayRouter:
+    """Chooses replicas for jobs with a policy of the product. ``sizes``: blocks by segment."""
+
+    def __init__(self, setup: Setup, sizes: Sequence[int], holders: Holders, block_tokens: int, seed: int) -> None:
+        self._setup, self._sizes, self._holders, self._size = setup, sizes, holders, block_tokens
+        self._rank = POLICIES[setup.policy].rank
+        self._rng = Random(f"replay {seed}")
+        self._turn = 0
+        self._scoring = PolicySettings(shortest_first=setup.shortest_first)
+        self._names: dict[int, str] = {}
+        self._rows: dict[str, ReplayReplica] = {}
+        self._pending: dict[int, dict[int, int]] = {}
+        self.loads = ModelledLoads((), setup)
+
+    def replicas(self, replicas: Sequence[ReplayReplica]) -> None:
+        """Use these from now on."""
+        self.loads = ModelledLoads(replicas, self._setup)
+        for load in self.loads.replicas.values():
+            load.seconds_per_token = 1.0 / self._setup.rates.prefill_tokens_per_s
+        self._rows = {replica.name: replica for replica in replicas}
+        self._names = {replica.pool.bit: replica.name for replica in replicas}
+
+    def matches(self, path: Sequence[int], limit_blocks: int) -> dict[str, int]:
+        """Return the tokens of a prompt's beginning by the name of each replica that holds some."""
+        found: dict[str, int] = {}
+        whole, some, sizes = self._holders.whole, self._holders.some, self._sizes
+        blocks, mask = 0, -1
+        for segment in path:
+            here = whole.get(segment, 0) & mask
+            parts = some.get(segment)
+            if parts:
+                for bit, count in parts.items():
+                    if bit & mask:
+                        self._note(found, bit, min(blocks + count, limit_blocks))
+            if mask != -1 and (gone := mask & ~here):
+                self._note_all(found, gone, min(blocks, limit_blocks))
+            mask = here
+            if not mask:
+                return found
+            blocks += sizes[segment]
+        self._note_all(found, mask if mask != -1 else 0, min(blocks, limit_blocks))
+        return found
+
+    def _note_all(self, found: dict[str, int], mask: int, blocks: int) -> None:
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            self._note(found, bit, blocks)
+
+    def _note(self, found: dict[str, int], bit: int, blocks: int) -> None:
+        name = self._names.get(bit)
+        if name is not None and blocks:
+            tokens = blocks * self._size
+            if tokens > found.get(name, 0):
+                found[name] = tokens
+
+    def _in_flight(self, path: Sequence[int], limit_blocks: int) -> dict[str, int]:
+        """Return by replica the tokens that prefills under way will have cached."""
+        found: dict[str, int] = {}
+        blocks, mask = 0, 0
+        for place, segment in enumerate(path):
+            counts = self._pending.get(segment)
+            if not counts:
+                break
+            blocks = min(blocks + self._sizes[segment], limit_blocks)
+            for bit in counts:
+                if not place or bit & mask:
+                    self._note(found, bit, blocks)
+            mask = sum(counts)
+        return found
+
+    def decide(self, job: ReplayJob, now_s: float) -> ReplayDecision:
+        """Choose a replica. There has to be one."""
+        loads = self.loads
+        loads.refresh(now_s)
+        self._turn += 1
+        path = job.path
+        match = self.matches(path, job.limit_blocks)
+        request = RoutedRequest("", b"", job.prompt_tokens, (path[1 if len(path) > 1 else 0] if path else job.number).to_bytes(8, "little"))
+        view = RoutingView(
+            request, match, loads, self._turn, self._rng, self._scoring, (),
+            self._in_flight(path, job.limit_blocks) if self._pending else {}, None, None, now_s,
+        )  # fmt: skip
+        chosen = self._rank(view, 1)[0].replica_id
+        expected = estimate(view, chosen)
+        per_token = loads.replicas[chosen].seconds_per_token
+        replica = self._rows[chosen]
+        return ReplayDecision(
+            replica,
+            expected.cached_tokens // self._size,
+            expected.pull_tokens // self._size,
+            expected.uncached_tokens * per_token,
+            expected.estimated_ttft_s,
+            view.best_tokens // self._size,
+        )
+
+    def begun(self, job: ReplayJob, replica: ReplayReplica) -> None:
+        """Note that a replica will compute a prompt."""
+        bit = replica.pool.bit
+        for segment in job.path:
+            counts = self._pending.setdefault(segment, {})
+            counts[bit] = counts.get(bit, 0) + 1
+
+    def computed(self, job: ReplayJob, replica: ReplayReplica) -> None:
+        """Note that it has."""
+        bit = replica.pool.bit
+        for segment in job.path:
+            counts = self._pending[segment]
+            counts[bit] -= 1
+            if not counts[bit]:
+                del counts[bit]
+                if not counts:
+                    del self._pending[segment]
