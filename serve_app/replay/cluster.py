@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from router.load import Floats
 from router.observe import RecentTimes, RequestTimes
 from router.protocol.autoscaling import ReplicaFigures
 from serve_app.replay.pool import Holders, SegmentPool, TierStore
-from serve_app.replay.prompts import Prompts
+from serve_app.replay.prompts import ModelTraffic
 from serve_app.replay.replica import ReplayJob, ReplayReplica
 from serve_app.replay.router import ReplayRouter
 from serve_app.replay.setup import CacheTier, Setup
 
-Floats = npt.NDArray[np.float64]
 SAMPLES = 400
 """Moments of a run at which its replicas and queue are noted."""
 
@@ -94,7 +94,7 @@ class ReplayCluster:
 
     def __init__(
         self,
-        prompts: Prompts,
+        prompts: ModelTraffic,
         setup: Setup,
         rule: ScalingRule | None = None,
         *,

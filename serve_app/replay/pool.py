@@ -95,7 +95,9 @@ class SegmentPool:
         first = count - 1 if count and held[path[count - 1]] < sizes[path[count - 1]] else count
         for segment in path[first:]:
             have = held.get(segment, 0)
-            most, per_s = max(((store.read(segment), store.tier.tokens_per_s) for store in self.tiers), default=(0, 0.0))
+            most, per_s = max(
+                ((store.read(segment), store.tier.tokens_per_s) for store in self.tiers), default=(0, 0.0)
+            )
             if most <= have:
                 break
             found += most - have

@@ -1,4 +1,4 @@
-"""The requests of one model in a file, ready to be simulated: plain numbers, paths of segments, and what answers add."""
+"""The requests of one model in a file, ready to be simulated: numbers, paths of segments, and what answers add."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_app.replay.replica import NOTHING, ReplayJob
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class ModelTraffic:
     """Columns, one entry a request in order of arrival. ``sizes``: blocks by segment.
 
     ``grown_segment``, ``grown_blocks``: the part of the next segment that the answer's KV fills, -1 and 0 for none.

@@ -7,7 +7,7 @@ aging, and a prompt whose beginning another one is computing waits for it. Equal
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import floor
 
@@ -58,9 +58,27 @@ class ReplayReplica:
     """A replica. ``wake``: asks for ``tick`` at a moment; ``first_token``, ``ended``: hear of jobs and moments."""
 
     __slots__ = (
-        "_ended", "_first_token", "_served", "_started", "_step", "_v", "_v_s", "_wake", "_waiting", "arrived_tokens",
-        "block_tokens", "computing", "decoding", "due_s", "name", "pool", "queued_tokens", "rates", "running",
-        "shortest_first", "unfinished",
+        "_ended",
+        "_first_token",
+        "_served",
+        "_started",
+        "_step",
+        "_v",
+        "_v_s",
+        "_waiting",
+        "_wake",
+        "arrived_tokens",
+        "block_tokens",
+        "computing",
+        "decoding",
+        "due_s",
+        "name",
+        "pool",
+        "queued_tokens",
+        "rates",
+        "running",
+        "shortest_first",
+        "unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -247,9 +265,9 @@ class ReplayReplica:
         for tenant in tenants:
             begun = sorted(lines.get(tenant, ()), key=lambda job: job.rank)
             room = min(part, budget)
-            while room > 0 and (job := self._next(tenant, begun, now_s)) is not None:
-                share = min(room, job.left_tokens)
-                shares.append((job, share))
+            while room > 0 and (chosen := self._next(tenant, begun, now_s)) is not None:
+                share = min(room, chosen.left_tokens)
+                shares.append((chosen, share))
                 self._served[tenant] = self._served.get(tenant, 0.0) + share
                 room -= share
                 budget -= share

@@ -1,4 +1,4 @@
-"""The product's policies over simulated replicas: their loads as the columns that policies read, their pools as matches.
+"""The product's policies over simulated replicas: loads as the columns that policies read, pools as matches.
 
 One router that always knows the present state: what several routers do not know of each other is not simulated.
 """
@@ -86,7 +86,7 @@ class ReplayRouter:
     def __init__(self, setup: Setup, sizes: Sequence[int], holders: Holders, block_tokens: int, seed: int) -> None:
         self._setup, self._sizes, self._holders, self._size = setup, sizes, holders, block_tokens
         self._rank = POLICIES[setup.policy].rank
-        self._rng = Random(f"replay {seed}")
+        self._rng = Random(f"replay {seed}")  # noqa: S311 (a simulation)
         self._turn = 0
         self._scoring = PolicySettings(shortest_first=setup.shortest_first)
         self._names: dict[int, str] = {}
@@ -158,7 +158,9 @@ class ReplayRouter:
         self._turn += 1
         path = job.path
         match = self.matches(path, job.limit_blocks)
-        request = RoutedRequest("", b"", job.prompt_tokens, (path[1 if len(path) > 1 else 0] if path else job.number).to_bytes(8, "little"))
+        request = RoutedRequest(
+            "", b"", job.prompt_tokens, (path[1 if len(path) > 1 else 0] if path else job.number).to_bytes(8, "little")
+        )
         view = RoutingView(
             request, match, loads, self._turn, self._rng, self._scoring, (),
             self._in_flight(path, job.limit_blocks) if self._pending else {}, None, None, now_s,

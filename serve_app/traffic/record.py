@@ -16,7 +16,7 @@ VERSION = 1
 Count = Annotated[int, Meta(ge=0)]
 
 
-class ModelFacts(Struct, omit_defaults=True, frozen=True):
+class RecordedModel(Struct, omit_defaults=True, frozen=True):
     """What a model's replicas were when the recording began; 0 or "" where it is not known.
 
     ``pool_tokens``: of one replica's KV pool; ``prefill_tokens_per_s``: of one replica; ``decode_step_s``: of a step
@@ -48,7 +48,7 @@ class Header(Struct, omit_defaults=True, frozen=True):
     block_tokens: Annotated[int, Meta(ge=1)]
     writer: str = ""
     source: str = ""
-    models: dict[str, ModelFacts] = {}
+    models: dict[str, RecordedModel] = {}
 
 
 class TrafficRequest(Struct, omit_defaults=True, kw_only=True):

@@ -1,0 +1,199 @@
+"""The cheapest settings of each rule of autoscaling that meet a target on recorded traffic."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, sqrt
+from typing import Any
+
+import numpy as np
+
+from serve_app.config.app import AutoscalingConfig
+from serve_app.replay.cluster import ReplayCluster, Replayed, ScalingRule
+from serve_app.replay.outcome import figures_of
+from serve_app.replay.prompts import ModelTraffic
+from serve_app.replay.rules import FixedRule, LlmdRule, OracleRule, OurRule, RayTtftRule, ScaleBounds, ServeRule
+from serve_app.replay.setup import Setup
+
+RUNS = 7
+"""Simulations a rule, to find its cheapest setting."""
+WINDOW_S = 120.0
+"""The oracle plans by windows of so many seconds."""
+
+OURS, SERVE, RAY_TTFT, LLMD, FIXED, ORACLE = "ours", "serve", "ray_ttft", "llmd", "fixed", "oracle"
+SCALING_RULES = (OURS, SERVE, RAY_TTFT, LLMD, FIXED, ORACLE)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingGoal:
+    """``part`` of all requests get their first token within ``ttft_s``, with ``least`` to ``most`` replicas."""
+
+    ttft_s: float
+    part: float
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One rule at one setting, and its run."""
+
+    rule: str
+    setting: float
+    first: int
+    figures: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    result: Replayed
+
+
+class Search:
+    """Runs rules over one model's requests. ``told``: hears of each run's name."""
+
+    def __init__(
+        self, prompts: ModelTraffic, setup: Setup, goal: ScalingGoal, told: Callable[[str], object] = lambda _: None
+    ) -> None:
+        self._prompts, self._setup, self._goal, self._told = prompts, setup, goal, told
+        self._work: list[float] | None = None
+
+    def rule(self, name: str, setting: float) -> tuple[ScalingRule, int]:
+        """Return a rule at a setting, and the replicas it starts with: as many as it needs at the beginning."""
+        goal = self._goal
+        bounds = ScaleBounds(goal.least, goal.most, goal.ttft_s * (setting if name in (RAY_TTFT, LLMD) else 1.0))
+        work = self.work()
+        first = bounds.within(max(1, ceil(work[0] + sqrt(work[0]))))
+        if name == OURS:
+            return OurRule(self.autoscaling(setting)), first
+        if name == SERVE:
+            return ServeRule(bounds, setting), first
+        if name == RAY_TTFT:
+            return RayTtftRule(bounds), first
+        if name == LLMD:
+            return LlmdRule(bounds), first
+        if name == FIXED:
+            return FixedRule(bounds.within(round(setting))), bounds.within(round(setting))
+        plan = [bounds.within(ceil(each + setting * sqrt(each))) for each in work]
+        return OracleRule(plan, WINDOW_S, self._setup.start_s), plan[0]
+
+    def autoscaling(self, setting: float) -> AutoscalingConfig:
+        """Return our rule's settings for a part of the target."""
+        goal = self._goal
+        return AutoscalingConfig(
+            min_replicas=goal.least, max_replicas=goal.most, target_ttft_s=round(goal.ttft_s * setting, 3)
+        )
+
+    def work(self) -> list[float]:
+        """Return by window the replicas that are busy with prefill and answers while there are more than enough."""
+        if self._work is None:
+            rates, prompts = self._setup.rates, self._prompts
+            setup = replace(self._setup, name="work", replicas=self._goal.most)
+            result = ReplayCluster(prompts, setup).run()
+            windows = int(prompts.arrival_s[-1] // WINDOW_S) + 1 if len(prompts) else 1
+            place = (prompts.arrival_s // WINDOW_S).astype(np.int64)
+            prefill_s = (prompts.prompt_tokens - result.cached_tokens) / rates.prefill_tokens_per_s
+            decode_s = prompts.output_tokens * (rates.decode_step_s / rates.max_num_seqs + rates.decode_each_s)
+            busy = np.bincount(place, prefill_s + decode_s, minlength=windows) / WINDOW_S
+            self._work = busy.tolist()
+        return self._work
+
+    def run(self, name: str, setting: float) -> Tried:
+        """Simulate one rule at one setting."""
+        rule, first = self.rule(name, setting)
+        result = ReplayCluster(self._prompts, self._setup, rule, first=first).run()
+        self._told(f"{name} {setting:.3g}")
+        return Tried(
+            name,
+            setting,
+            first,
+            figures_of(self._prompts, result, self._goal.ttft_s),
+            self.settings_of(name, setting),
+            result,
+        )
+
+    def settings_of(self, name: str, setting: float) -> dict[str, Any]:
+        """Return what a settings file says for a rule; {} where no file can."""
+        goal = self._goal
+        if name == OURS:
+            return {"autoscaling": self.autoscaling(setting).model_dump()}
+        if name == FIXED:
+            return {"replicas": round(setting)}
+        bounds = {"min_replicas": goal.least, "max_replicas": goal.most}
+        if name == SERVE:
+            return {"autoscaling_config": {**bounds, "target_ongoing_requests": round(setting, 2)}}
+        return {}
+
+    def cheapest(self, name: str) -> list[Tried]:
+        """Return the rule's runs, first the cheapest that meets the goal, or that which comes nearest."""
+        low, high, falls = self._range(name)
+        tried: list[Tried] = []
+
+        def good(setting: float) -> bool:
+            tried.append(self.run(name, setting))
+            return bool(tried[-1].figures["within_target"] >= self._goal.part)
+
+        # ``falls``: a larger setting means fewer replicas, so the largest good one is looked for; else the smallest.
+        strict, loose = (low, high) if falls else (high, low)
+        if not good(loose) and good(strict):
+            for _ in range(RUNS - 2):
+                if name == FIXED and abs(strict - loose) <= 1.0:
+                    break
+                middle = round((strict + loose) / 2) if name == FIXED else sqrt(max(strict, 1e-3) * max(loose, 1e-3))
+                if good(middle):
+                    strict = middle
+                else:
+                    loose = middle
+        return sorted(tried, key=self._rank)
+
+    def _rank(self, one: Tried) -> tuple[float, float]:
+        met = one.figures["within_target"] >= self._goal.part
+        return (0.0, one.figures["replica_hours"]) if met else (1.0, -one.figures["within_target"])
+
+    def _range(self, name: str) -> tuple[float, float, bool]:
+        """Return the least and the largest setting, and whether a larger one means fewer replicas."""
+        if name == OURS:
+            return 0.1, 2.0, True
+        if name == SERVE:
+            return 1.0, float(self._setup.rates.max_num_seqs), True
+        if name == RAY_TTFT:
+            return 0.25, 2.0, True
+        if name == LLMD:
+            return 0.25, 8.0, True
+        if name == FIXED:
+            return float(max(self._goal.least, 1)), float(self._goal.most), False
+        return 0.01, 6.0, False
+
+
+def search(
+    prompts: ModelTraffic,
+    setup: Setup,
+    goal: ScalingGoal,
+    rules: Sequence[str] = SCALING_RULES,
+    told: Callable[[str], object] = lambda _: None,
+    processes: int | None = None,
+) -> dict[str, list[Tried]]:
+    """Return each rule's runs, the best first. Rules are simulated side by side, in processes that share the file."""
+    shared = Search(prompts, setup, goal, told)
+    shared.work()
+    count = min(processes or os.cpu_count() or 1, len(rules))
+    if count <= 1:
+        return {name: shared.cheapest(name) for name in rules}
+    global _SHARED
+    _SHARED = shared
+    with concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
+        running = {pool.submit(_cheapest, name): name for name in rules}
+        found: dict[str, list[Tried]] = {}
+        for done in concurrent.futures.as_completed(running):
+            found[running[done]] = done.result()
+            told(running[done])
+    return {name: found[name] for name in rules}
+
+
+_SHARED: Search | None = None
+
+
+def _cheapest(name: str) -> list[Tried]:
+    assert _SHARED is not None
+    return _SHARED.cheapest(name)
