@@ -79,7 +79,7 @@ async def send(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     gate = asyncio.Semaphore(most_open)
 
-    async def one(shot: Shot) -> None:
+    async def one(shot: Shot, started_s: float) -> None:
         late_s = max(0.0, time.perf_counter() - started_s - shot.at_s)
         headers = {"authorization": f"Bearer {shot.api_key}"} if shot.api_key else {}
         try:
@@ -95,12 +95,15 @@ async def send(
         take(result)
 
     async with httpx.AsyncClient(timeout=timeout_s, limits=limits) as client, asyncio.TaskGroup() as tasks:
-        started_s = time.perf_counter()
+        started_s: float | None = None
         # Tasks are created at their time, so that a day's requests are not all tasks in memory from the start.
         async for shot in _each(shots):
+            started_s = (
+                time.perf_counter() if started_s is None else started_s
+            )  # the first may have been made meanwhile
             await asyncio.sleep(max(0.0, shot.at_s - (time.perf_counter() - started_s)))
             await gate.acquire()
-            tasks.create_task(one(shot))
+            tasks.create_task(one(shot, started_s))
 
 
 async def _each(shots: Iterable[Shot] | AsyncIterable[Shot]) -> AsyncIterator[Shot]:

@@ -1,0 +1,135 @@
+"""What a replay over HTTP measured: figures of all and of each tenant, beside what the file recorded; a table."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from serve_app.replay.open_loop import REFUSED, Result, hit_rate, percentile
+from serve_app.replay.over_http import HttpResults
+from serve_app.traffic.record import TrafficRequest
+
+PERCENTS = (50, 90, 99)
+MOST_REASONS = 5
+
+
+def http_figures(found: HttpResults) -> dict[str, Any]:
+    """Return the figures, JSON-able; of each tenant, too, if there are several. Times in seconds.
+
+    ``recorded``: the same of the file's requests. ``other_prompt_tokens``: the answers whose prompts the server counted
+    otherwise than the file, and the most tokens of difference; both are 0 in an exact replay.
+    """
+    figures = _group(found, found.requests, found.results)
+    figures |= {"interrupted": found.interrupted, "notes": list(found.notes)}
+    by_tenant: dict[str, tuple[list[TrafficRequest], list[Result]]] = {}
+    for request in found.requests:
+        by_tenant.setdefault(request.tenant, ([], []))[0].append(request)
+    for result in found.results:
+        by_tenant[result.shot.tenant][1].append(result)
+    if len(by_tenant) > 1:
+        figures["tenants"] = {tenant: _group(found, *of_tenant) for tenant, of_tenant in by_tenant.items()}
+    return figures
+
+
+def _group(found: HttpResults, requests: Sequence[TrafficRequest], results: Sequence[Result]) -> dict[str, Any]:
+    return {**_measured(found.requests, results), "recorded": _recorded(requests)}
+
+
+def _measured(numbered: Sequence[TrafficRequest], results: Sequence[Result]) -> dict[str, Any]:
+    """Return the figures of some results, whose shots have the numbers of requests."""
+    answers = [(result, result.answer) for result in results if result.answer is not None]
+    refused = sum(result.status in REFUSED for result in results)
+    reasons = Counter(result.reason[:200] for result in results if result.reason)
+    figures: dict[str, Any] = {
+        "requests": len(results),
+        "answered": len(answers),
+        "refused": refused,
+        "failed": len(results) - len(answers) - refused,
+        "reasons": dict(reasons.most_common(MOST_REASONS)),
+        "late_p99_s": percentile([result.late_s for result in results], 99) if results else 0.0,
+    }
+    figures |= spread_of("ttft", [result.ttft_s for result, _ in answers])
+    figures |= spread_of("tpot", [answer.tpot_s for _, answer in answers if answer.completion_tokens > 1])
+    prompts, outputs = (
+        sum(getattr(answer, name) for _, answer in answers) for name in ("prompt_tokens", "completion_tokens")
+    )
+    off = [answer.prompt_tokens - numbered[result.shot.number].input_length for result, answer in answers]
+    off = [abs(tokens) for tokens, (_, answer) in zip(off, answers, strict=True) if tokens and answer.prompt_tokens]
+    figures |= {
+        "prompt_tokens": prompts,
+        "output_tokens": outputs,
+        "cached_tokens": sum(answer.cached_tokens for _, answer in answers),
+        "hit_rate": hit_rate([answer for _, answer in answers]),
+        "other_prompt_tokens": {"answers": len(off), "most": max(off, default=0)},
+    }
+    if answers:
+        begun_s = min(result.shot.at_s for result in results)
+        took_s = max(result.shot.at_s + result.late_s + answer.total_s for result, answer in answers) - begun_s
+        figures |= {"seconds": took_s, "tokens_per_s": (prompts + outputs) / took_s if took_s else 0.0}
+    return figures
+
+
+def _recorded(requests: Sequence[TrafficRequest]) -> dict[str, Any]:
+    """Return what the file says of the same requests, where it says it."""
+    answered = [request for request in requests if request.status < 400]
+    refused = sum(request.status in REFUSED for request in requests)
+    prompts = sum(request.input_length for request in answered)
+    seen = [request for request in answered if request.ttft_ms]
+    tpot_s = [
+        (request.duration_ms - request.ttft_ms) / 1000.0 / (tokens - 1)
+        for request in seen
+        if (tokens := request.output_length // max(request.choices, 1)) > 1 and request.duration_ms
+    ]
+    return {
+        "requests": len(requests),
+        "answered": len(answered),
+        "refused": refused,
+        "failed": len(requests) - len(answered) - refused,
+        **spread_of("ttft", [request.ttft_ms / 1000.0 for request in seen]),
+        **spread_of("tpot", tpot_s),
+        "prompt_tokens": prompts,
+        "output_tokens": sum(request.output_length for request in answered),
+        **({"hit_rate": sum(request.cached_tokens for request in answered) / prompts} if seen and prompts else {}),
+    }
+
+
+def spread_of(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Return the mean and percentiles of times, nothing of none."""
+    if not seconds:
+        return {}
+    percentiles = {f"{name}_p{percent}_s": percentile(seconds, percent) for percent in PERCENTS}
+    return {f"{name}_mean_s": sum(seconds) / len(seconds), **percentiles}
+
+
+_ROWS = (
+    ("requests", "requests"), ("answered", "answered"), ("refused", "refused"), ("failed", "failed"),
+    ("sent late, p99", "late_p99_s"),
+    *((f"TTFT {which}", f"ttft_{which}_s") for which in ("mean", "p50", "p90", "p99")),
+    *((f"TPOT {which}", f"tpot_{which}_s") for which in ("mean", "p50", "p99")),
+    ("prompt tokens", "prompt_tokens"), ("from the cache", "hit_rate"), ("output tokens", "output_tokens"),
+    ("tokens/s, both", "tokens_per_s"),
+)  # fmt: skip
+
+
+def http_table(figures: Mapping[str, Any]) -> Table:
+    """Return the figures of all beside the file's, then one row a tenant."""
+    table = Table("", "replayed", "recorded")
+    for title, name in _ROWS:
+        table.add_row(title, _shown(name, figures.get(name)), _shown(name, figures["recorded"].get(name)))
+    for tenant, row in figures.get("tenants", {}).items():
+        table.add_row(f"tenant {tenant or '(none)'}", _line(row), _line(row["recorded"]))
+    return table
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    mean, hits = (_shown(name, row.get(name)) for name in ("ttft_mean_s", "hit_rate"))
+    return f"{row['answered']}/{row['requests']} answered, TTFT {mean or '-'}, cached {hits or '-'}"
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if name.endswith("_s") and name != "tokens_per_s":
+        return f"{1000 * value:.1f} ms" if value < 1.0 else f"{value:.2f} s"
+    return f"{value:.1%}" if name == "hit_rate" else f"{value:,.0f}"
