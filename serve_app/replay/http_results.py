@@ -1,9 +1,11 @@
-"""What a replay over HTTP measured: figures of all and of each tenant, beside what the file recorded; a table."""
+"""What a replay over HTTP measured: figures of all and each tenant beside what the file recorded; a bar, a table."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from serve_app.replay.open_loop import REFUSED, Result, hit_rate, percentile
@@ -12,6 +14,8 @@ from serve_app.traffic.record import TrafficRequest
 
 PERCENTS = (50, 90, 99)
 MOST_REASONS = 5
+LATE_S = 0.1
+"""What is shown as late while a replay runs."""
 
 
 def http_figures(found: HttpResults) -> dict[str, Any]:
@@ -100,6 +104,34 @@ def spread_of(name: str, seconds: Sequence[float]) -> dict[str, float]:
         return {}
     percentiles = {f"{name}_p{percent}_s": percentile(seconds, percent) for percent in PERCENTS}
     return {f"{name}_mean_s": sum(seconds) / len(seconds), **percentiles}
+
+
+class HttpProgress:
+    """A bar of a replay: what was sent, answered, failed, and how late the latest was sent. Its call is ``told``."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        shown = "{task.completed}/{task.total} sent, {task.fields[answered]} answered, {task.fields[failed]} failed"
+        columns = (BarColumn(), TextColumn(shown), TextColumn("{task.fields[late]}"), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._bar = self._progress.add_task("replay", total=total, answered=0, failed=0, late="")
+        self._answered = self._failed = 0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, sent: int, result: Result | None) -> None:
+        """Show that so many were sent, and a result."""
+        if result is None:
+            self._progress.update(self._bar, completed=sent)
+            return
+        self._answered += result.answer is not None
+        self._failed += result.answer is None
+        late = f"{result.late_s:.1f} s late" if result.late_s >= LATE_S else ""
+        self._progress.update(self._bar, answered=self._answered, failed=self._failed, late=late)
 
 
 _ROWS = (

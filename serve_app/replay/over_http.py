@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import ceil
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import msgspec
 
 from serve_app.replay.client import RequestFailed, TimedAnswer, stream_answer
 from serve_app.replay.open_loop import MOST_OPEN, REFUSED, Result, Shot, send
@@ -99,6 +101,26 @@ def keys_of(values: Mapping[str, str], environment: Mapping[str, str] = os.envir
     return keys
 
 
+def read_keys(file: Path) -> dict[str, str]:
+    """Read ``api_keys`` from a JSON object in a file. Raises HttpReplayError."""
+    try:
+        keys = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise HttpReplayError(f'{file} is no file of keys, {{"tenant": "key"}}: {error}') from error
+    return keys_of(keys)
+
+
+def models_of(pairs: Sequence[str]) -> dict[str, str]:
+    """Return ``models`` of FILE_NAME=SERVED_NAME, or of a SERVED_NAME for all others. Raises HttpReplayError."""
+    models: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, served = pair.rpartition("=")
+        if not served or (equals and not name) or name in models:
+            raise HttpReplayError(f"--model {pair}: give NAME, or THE_FILES_NAME=NAME, each once")
+        models[name] = served
+    return models
+
+
 def keys_by_tenant(requests: Sequence[TrafficRequest], options: HttpReplay) -> dict[str, str]:
     """Return each tenant's key: its own, or one dealt to it, the same one whatever part of the file is sent."""
     keys = options.api_keys
@@ -175,7 +197,8 @@ class _Sender:
 
     def _words(self, listed: Mapping[str, Mapping[str, Any]]) -> Words:
         model = self._model(self._found.requests[0])
-        places = [self._options.tokenizer] if self._options.tokenizer else [model, str(listed.get(model, {}).get("root") or "")]
+        root = str(listed.get(model, {}).get("root") or "")
+        places = [self._options.tokenizer] if self._options.tokenizer else [model, root]
         reasons = []
         for place in dict.fromkeys(filter(None, places)):
             try:

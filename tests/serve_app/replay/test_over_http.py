@@ -4,10 +4,12 @@ import json
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -20,15 +22,18 @@ from serve_app.infer.run import InThisProcess
 from serve_app.ingress.assembly import make_address
 from serve_app.ingress.client_headers import ClientHeaders
 from serve_app.ingress.routes.application import make_application
-from serve_app.replay.http_results import http_figures, http_table
-from serve_app.replay.open_loop import Result
+from serve_app.replay.client import TimedAnswer
+from serve_app.replay.http_results import HttpProgress, http_figures, http_table
+from serve_app.replay.open_loop import Result, Shot
 from serve_app.replay.over_http import (
     HttpReplay,
     HttpReplayError,
     HttpResults,
     keys_by_tenant,
     keys_of,
+    models_of,
     open_files,
+    read_keys,
     replay_over_http,
 )
 from serve_app.replay.text import PromptShapes
@@ -191,6 +196,35 @@ def test_keys_are_dealt_alike_whatever_part_is_sent() -> None:
     assert keys_of({"a": "$ACME", "b": "plain"}, {"ACME": "secret"}) == {"a": "secret", "b": "plain"}
     with pytest.raises(HttpReplayError, match=r"the key of 'a' is \$ACME"):
         keys_of({"a": "$ACME"}, {})
+
+
+def test_flags_become_keys_and_models(tmp_path: Path) -> None:
+    """Files that are no keys and names that say nothing are refused with a sentence."""
+    file = tmp_path / "keys.json"
+    file.write_text('{"acme": "key"}')
+    assert read_keys(file) == {"acme": "key"}
+    for text in ("[]", '{"acme": 1}', "{", "\ud800".encode("utf-8", "surrogatepass")):
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(HttpReplayError, match=r"keys\.json is no file of keys"):
+            read_keys(file)
+    with pytest.raises(HttpReplayError, match="no file of keys"):
+        read_keys(tmp_path / "none")
+    assert models_of(["all", "base=served", "a=b=c"]) == {"": "all", "base": "served", "a=b": "c"}
+    for pairs in (["="], ["a="], ["=b"], ["a", "b"], ["a=b", "a=c"], [""]):
+        with pytest.raises(HttpReplayError, match="each once"):
+            models_of(pairs)
+
+
+def test_a_bar_shows_what_became_of_the_requests() -> None:
+    """On the console that it is given: sent, answered, failed, and the latest's lateness."""
+    out = StringIO()
+    with HttpProgress(3, Console(file=out, force_terminal=True, width=120)) as told:
+        shot = Shot(0.0, "/", {})
+        for sent, result in ((1, None), (1, Result(shot, 0.0, TimedAnswer(0.1, 0.2, "", 1, 0, 1))), (2, None)):
+            told(sent, result)
+        told(2, Result(shot, 1.5, None, 500, "no"))
+    assert "2/3 sent, 1 answered, 1 failed" in out.getvalue()
+    assert "1.5 s late" in out.getvalue()
 
 
 def event(**fields: Any) -> bytes:
