@@ -1,0 +1,101 @@
+"""The requests of recorded traffic as columns, and their prompts as paths of segments.
+
+A segment is a run of blocks that all requests have together or not at all, so a path is short however long its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from serve_app.traffic.record import RecordedModel
+
+Column = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasAt:
+    """The replicas of a model that took requests from ``at_s`` on."""
+
+    at_s: float
+    model: str
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Columns have one entry a request, in order of arrival; ``arrival_s`` from the first one's, at ``started_s``.
+
+    ``tenant``, ``model``, ``replica``: places in the lists of names, -1 for none. ``cached_tokens``,
+    ``predicted_tokens``: -1, and ``ttft_s``, ``duration_s``: nan, where the file does not tell. ``paths``: the segments
+    of all prompts, one after the other, each from its ``path_start``; ``sizes``: blocks by segment. ``refused``:
+    requests that got no answer, and are no rows.
+    """
+
+    block_tokens: int
+    started_s: float
+    arrival_s: Column
+    prompt_tokens: Column
+    output_tokens: Column
+    tenant: Column
+    model: Column
+    replica: Column
+    cached_tokens: Column
+    predicted_tokens: Column
+    ttft_s: Column
+    duration_s: Column
+    paths: Column
+    path_start: Column
+    sizes: Column
+    tenants: Sequence[str]
+    models: Sequence[str]
+    replicas: Sequence[str]
+    facts: Mapping[str, RecordedModel]
+    changes: Sequence[ReplicasAt] = ()
+    warnings: Sequence[str] = ()
+    refused: int = 0
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
+def segments(ids: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64]) -> tuple[Column, Column, Column]:
+    """Return paths, their starts and the segments' sizes. ``ids``: of all prompts; ``starts``: of each, and the end.
+
+    Two blocks that follow each other belong to one segment if as many prompts have the one as the other: an id stands
+    for its whole beginning, so those are the same prompts. Raises ValueError if ids do not: if one stands twice in a
+    prompt, or behind different ones.
+    """
+    count = len(ids)
+    if not count:
+        return np.zeros(0, np.int32), np.zeros(len(starts), np.int64), np.zeros(0, np.int32)
+    known, dense = np.unique(ids, return_inverse=True)
+    dense = dense.astype(np.int32)
+    uses = np.bincount(dense, minlength=len(known)).astype(np.int32)
+    opens = np.zeros(count, np.bool_)
+    opens[starts[:-1][starts[:-1] < starts[1:]]] = True
+    before = np.empty(count, np.int32)
+    before[0] = -1
+    before[1:] = dense[:-1]
+    before[opens] = -1
+    predecessor = np.empty(len(known), np.int32)
+    predecessor[dense] = before
+    wrong = np.flatnonzero(predecessor[dense] != before)
+    if len(wrong):
+        request = int(np.searchsorted(starts, wrong[0], side="right")) - 1
+        raise ValueError(
+            f"the id {int(ids[wrong[0]])} of request {request + 1} stands behind different ids, though an id means a "
+            "whole beginning of a prompt"
+        )
+    mine = uses[dense]
+    opens[1:] |= mine[1:] != mine[:-1]
+    places = np.flatnonzero(opens)
+    lengths = np.diff(np.append(places, count)).astype(np.int32)
+    heads, paths = np.unique(dense[places], return_inverse=True)
+    sizes = np.zeros(len(heads), np.int32)
+    sizes[paths] = lengths
+    return paths.astype(np.int32), np.searchsorted(places, starts).astype(np.int64), sizes
