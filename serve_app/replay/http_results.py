@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from serve_app.replay.open_loop import REFUSED, Result, hit_rate, percentile
 from serve_app.replay.over_http import HttpResults
-from serve_app.traffic.record import TrafficRequest
+from serve_app.traffic.workload import Column, Workload
 
 PERCENTS = (50, 90, 99)
 MOST_REASONS = 5
@@ -24,24 +25,25 @@ def http_figures(found: HttpResults) -> dict[str, Any]:
     ``recorded``: the same of the file's requests. ``other_prompt_tokens``: the answers whose prompts the server counted
     otherwise than the file, and the most tokens of difference; both are 0 in an exact replay.
     """
-    figures = _group(found, found.requests, found.results)
+    workload, rows = found.workload, np.asarray(found.rows)
+    figures = {**_measured(found, found.results), "recorded": _recorded(workload, rows)}
     figures |= {"interrupted": found.interrupted, "notes": list(found.notes)}
-    by_tenant: dict[str, tuple[list[TrafficRequest], list[Result]]] = {}
-    for request in found.requests:
-        by_tenant.setdefault(request.tenant, ([], []))[0].append(request)
+    results: dict[str, list[Result]] = {}
     for result in found.results:
-        by_tenant[result.shot.tenant][1].append(result)
-    if len(by_tenant) > 1:
-        figures["tenants"] = {tenant: _group(found, *of_tenant) for tenant, of_tenant in by_tenant.items()}
+        results.setdefault(result.shot.tenant, []).append(result)
+    tenants = np.unique(workload.tenant[rows])
+    if len(tenants) > 1:
+        figures["tenants"] = {
+            workload.tenants[tenant]: {
+                **_measured(found, results.get(workload.tenants[tenant], [])),
+                "recorded": _recorded(workload, rows[workload.tenant[rows] == tenant]),
+            }
+            for tenant in tenants
+        }
     return figures
 
 
-def _group(found: HttpResults, requests: Sequence[TrafficRequest], results: Sequence[Result]) -> dict[str, Any]:
-    return {**_measured(found.requests, results), "recorded": _recorded(requests)}
-
-
-def _measured(numbered: Sequence[TrafficRequest], results: Sequence[Result]) -> dict[str, Any]:
-    """Return the figures of some results, whose shots have the numbers of requests."""
+def _measured(found: HttpResults, results: Sequence[Result]) -> dict[str, Any]:
     answers = [(result, result.answer) for result in results if result.answer is not None]
     refused = sum(result.status in REFUSED for result in results)
     reasons = Counter(result.reason[:200] for result in results if result.reason)
@@ -58,7 +60,8 @@ def _measured(numbered: Sequence[TrafficRequest], results: Sequence[Result]) -> 
     prompts, outputs = (
         sum(getattr(answer, name) for _, answer in answers) for name in ("prompt_tokens", "completion_tokens")
     )
-    off = [answer.prompt_tokens - numbered[result.shot.number].input_length for result, answer in answers]
+    expected = [int(found.workload.prompt_tokens[found.rows[result.shot.number]]) for result, _ in answers]
+    off = [answer.prompt_tokens - tokens for (_, answer), tokens in zip(answers, expected, strict=True)]
     off = [abs(tokens) for tokens, (_, answer) in zip(off, answers, strict=True) if tokens and answer.prompt_tokens]
     figures |= {
         "prompt_tokens": prompts,
@@ -74,27 +77,23 @@ def _measured(numbered: Sequence[TrafficRequest], results: Sequence[Result]) -> 
     return figures
 
 
-def _recorded(requests: Sequence[TrafficRequest]) -> dict[str, Any]:
+def _recorded(workload: Workload, rows: Column) -> dict[str, Any]:
     """Return what the file says of the same requests, where it says it."""
-    answered = [request for request in requests if request.status < 400]
-    refused = sum(request.status in REFUSED for request in requests)
-    prompts = sum(request.input_length for request in answered)
-    seen = [request for request in answered if request.ttft_ms]
-    tpot_s = [
-        (request.duration_ms - request.ttft_ms) / 1000.0 / (tokens - 1)
-        for request in seen
-        if (tokens := request.output_length // max(request.choices, 1)) > 1 and request.duration_ms
-    ]
+    outputs, prompts, cached = (
+        column[rows] for column in (workload.output_tokens, workload.prompt_tokens, workload.cached_tokens)
+    )
+    ttft_s, duration_s = workload.ttft_s[rows], workload.duration_s[rows]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tpot_s = np.where(outputs > 1, (duration_s - ttft_s) / (outputs - 1), np.nan)
+    told = cached >= 0
+    read = int(prompts[told].sum())
     return {
-        "requests": len(requests),
-        "answered": len(answered),
-        "refused": refused,
-        "failed": len(requests) - len(answered) - refused,
-        **spread_of("ttft", [request.ttft_ms / 1000.0 for request in seen]),
-        **spread_of("tpot", tpot_s),
-        "prompt_tokens": prompts,
-        "output_tokens": sum(request.output_length for request in answered),
-        **({"hit_rate": sum(request.cached_tokens for request in answered) / prompts} if seen and prompts else {}),
+        "requests": len(rows),
+        **spread_of("ttft", ttft_s[~np.isnan(ttft_s)].tolist()),
+        **spread_of("tpot", tpot_s[~np.isnan(tpot_s)].tolist()),
+        "prompt_tokens": int(prompts.sum()),
+        "output_tokens": int(outputs.sum()),
+        **({"hit_rate": int(cached[told].sum()) / read} if read else {}),
     }
 
 
@@ -156,7 +155,8 @@ def http_table(figures: Mapping[str, Any]) -> Table:
 
 def _line(row: Mapping[str, Any]) -> str:
     mean, hits = (_shown(name, row.get(name)) for name in ("ttft_mean_s", "hit_rate"))
-    return f"{row['answered']}/{row['requests']} answered, TTFT {mean or '-'}, cached {hits or '-'}"
+    counts = f"{row['answered']}/{row['requests']} answered" if "answered" in row else f"{row['requests']} requests"
+    return f"{counts}, TTFT {mean or '-'}, cached {hits or '-'}"
 
 
 def _shown(name: str, value: Any) -> str:

@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import msgspec
+import numpy as np
 
 from serve_app.replay.client import RequestFailed, TimedAnswer, stream_answer
 from serve_app.replay.open_loop import MOST_OPEN, REFUSED, Result, Shot, send
 from serve_app.replay.text import MadePrompts, PromptShapes, Words, tokenizer_at, words_of
-from serve_app.traffic.record import TrafficRequest
+from serve_app.traffic.workload import Workload
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _AHEAD = 16
@@ -66,12 +66,13 @@ class HttpReplay:
 
 @dataclass(slots=True)
 class HttpResults:
-    """What was measured. ``requests``: those sent, or to be sent; a result's shot has its request's number.
+    """What was measured. ``rows``: the requests of ``workload`` that are sent; a shot's number is a place in it.
 
     ``notes``: what is not as in the file, in sentences. ``interrupted``: not all were sent.
     """
 
-    requests: Sequence[TrafficRequest]
+    workload: Workload
+    rows: Sequence[int]
     results: list[Result] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -121,10 +122,9 @@ def models_of(pairs: Sequence[str]) -> dict[str, str]:
     return models
 
 
-def keys_by_tenant(requests: Sequence[TrafficRequest], options: HttpReplay) -> dict[str, str]:
+def keys_by_tenant(tenants: Sequence[str], options: HttpReplay) -> dict[str, str]:
     """Return each tenant's key: its own, or one dealt to it, the same one whatever part of the file is sent."""
     keys = options.api_keys
-    tenants = dict.fromkeys(request.tenant for request in requests)
     dealt = list(keys.values()) or [options.api_key]
     return {
         tenant: keys.get(tenant) or keys.get(str(number)) or dealt[number % len(dealt)]
@@ -132,29 +132,38 @@ def keys_by_tenant(requests: Sequence[TrafficRequest], options: HttpReplay) -> d
     }
 
 
+def shapes_of(workload: Workload, rows: Sequence[int]) -> PromptShapes:
+    """Return the prompts of some of a file's requests."""
+    chosen = np.asarray(rows, np.int64)
+    begins, counts = workload.path_start[:-1][chosen], np.diff(workload.path_start)[chosen]
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    paths = workload.paths[np.repeat(begins - starts[:-1], counts) + np.arange(starts[-1])]
+    return PromptShapes(workload.prompt_tokens[chosen], paths, starts, workload.sizes, workload.block_tokens)
+
+
 def replay_over_http(
-    requests: Sequence[TrafficRequest],
-    shapes_of: Callable[[Sequence[int]], PromptShapes],
+    workload: Workload,
     options: HttpReplay,
     told: Callable[[int, Result | None], None] = lambda sent, result: None,
 ) -> HttpResults:
-    """Send the file's requests, and return what was measured, also after Ctrl-C.
+    """Send a file's requests, and return what was measured, also after Ctrl-C.
 
-    ``requests``: in order of their times. ``shapes_of``: of those with these numbers. ``told``: how many were sent, at
-    each sending and with each result. Raises HttpReplayError, or another ValueError, before anything of the file is
-    sent.
+    ``told``: how many were sent, at each sending and with each result. Raises HttpReplayError before anything of the
+    file is sent.
     """
     if options.speed <= 0.0:
         raise HttpReplayError("the speed must be above 0; 1 keeps the file's times")
-    keys = keys_by_tenant(requests, options)
     end = None if options.limit is None else options.skip + options.limit
-    numbers = [at for at in range(len(requests))[options.skip : end] if requests[at].input_length]
-    if not numbers:
+    chosen = range(len(workload))[options.skip : end]
+    rows = [row for row in chosen if workload.prompt_tokens[row]]
+    if not rows:
         raise HttpReplayError("the file has no request with a prompt there: look at --skip and --limit")
-    found = HttpResults([requests[at] for at in numbers])
-    if (without := len(range(len(requests))[options.skip : end]) - len(numbers)) > 0:
-        found.notes.append(f"{without} requests of the file have no prompt, and were not sent.")
-    sender = _Sender(found, shapes_of(numbers), keys, options, told)
+    found = HttpResults(workload, rows)
+    if len(rows) < len(chosen):
+        found.notes.append(f"{len(chosen) - len(rows)} requests of the file have no prompt, and were not sent.")
+    if workload.refused:
+        found.notes.append(f"{workload.refused} requests got no answer when they were recorded, and were not sent.")
+    sender = _Sender(found, options, told)
     try:
         asyncio.run(sender.run())
     except KeyboardInterrupt:
@@ -165,16 +174,10 @@ def replay_over_http(
 class _Sender:
     """One replay."""
 
-    def __init__(
-        self,
-        found: HttpResults,
-        shapes: PromptShapes,
-        keys: Mapping[str, str],
-        options: HttpReplay,
-        told: Callable[[int, Result | None], None],
-    ) -> None:
-        self._found, self._shapes, self._keys = found, shapes, keys
-        self._options, self._told = options, told
+    def __init__(self, found: HttpResults, options: HttpReplay, told: Callable[[int, Result | None], None]) -> None:
+        self._found, self._workload, self._options, self._told = found, found.workload, options, told
+        self._shapes = shapes_of(found.workload, found.rows)
+        self._keys = keys_by_tenant(found.workload.tenants, options)
         self._url = options.url.rstrip("/").removesuffix("/v1")
         self._seed = secrets.randbits(32) if options.seed is None else options.seed
         self._sent = 0
@@ -182,13 +185,13 @@ class _Sender:
     async def run(self) -> None:
         """Look at the server, then send everything."""
         options, found = self._options, self._found
-        first = self._keys[found.requests[0].tenant]
+        first = self._key(found.rows[0])
         headers = {"authorization": f"Bearer {first}"} if first else {}
         async with httpx.AsyncClient(timeout=options.timeout_s, headers=headers) as client:
             listed = await served_models(client, self._url)
             self._models = list(listed)
             words = await asyncio.to_thread(self._words, listed)
-            self._facts = await look_at(client, self._url, options, self._model(found.requests[0]), words, self._seed)
+            self._facts = await look_at(client, self._url, options, self._model(found.rows[0]), words, self._seed)
         self._made = MadePrompts(words, self._shapes, head=self._facts.head, tail=self._facts.tail, seed=self._seed)
         found.notes += [*self._facts.notes, *self._warnings(listed)]
         await send(
@@ -196,7 +199,7 @@ class _Sender:
         )
 
     def _words(self, listed: Mapping[str, Mapping[str, Any]]) -> Words:
-        model = self._model(self._found.requests[0])
+        model = self._model(self._found.rows[0])
         root = str(listed.get(model, {}).get("root") or "")
         places = [self._options.tokenizer] if self._options.tokenizer else [model, root]
         reasons = []
@@ -208,13 +211,14 @@ class _Sender:
         raise HttpReplayError(f"no tokenizer: {'; '.join(reasons)}. Name the served model's with --tokenizer")
 
     def _warnings(self, listed: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        found, notes = self._found.requests, []
-        longest = listed.get(self._model(found[0]), {}).get("max_model_len")
+        rows, workload, notes = self._found.rows, self._workload, []
+        prompts = workload.prompt_tokens[rows]
+        longest = listed.get(self._model(rows[0]), {}).get("max_model_len")
         if isinstance(longest, int):
-            long = sum(request.input_length + request.output_length > longest for request in found)
+            long = int(np.count_nonzero(prompts + workload.output_tokens[rows] > longest))
             if long:
                 notes.append(f"{long} requests are longer than the server's context of {longest} tokens.")
-        short = sum(request.input_length <= self._facts.head + self._facts.tail for request in found)
+        short = int(np.count_nonzero(prompts <= self._facts.head + self._facts.tail))
         if short:
             notes.append(f"{short} prompts are longer than in the file: the server itself adds as many tokens.")
         if self._made.shared_too_far:
@@ -224,20 +228,29 @@ class _Sender:
             )
         return notes
 
-    def _model(self, request: TrafficRequest) -> str:
-        names = self._options.models
-        for name in (request.adapter, request.model):
-            if name and name in names:
+    def _model(self, row: int) -> str:
+        workload, names = self._workload, self._options.models
+        adapter = -1 if workload.adapter is None else int(workload.adapter[row])
+        own = [workload.adapters[adapter]] if adapter >= 0 else []
+        own += [workload.models[workload.model[row]]] if workload.model[row] >= 0 else []
+        for name in own:
+            if name in names:
                 return names[name]
         if "" in names:
             return names[""]
-        return next((name for name in (request.adapter, request.model) if name in self._models), self._models[0])
+        return next((name for name in own if name in self._models), self._models[0])
+
+    def _tenant(self, row: int) -> str:
+        return str(self._workload.tenants[self._workload.tenant[row]])
+
+    def _key(self, row: int) -> str:
+        return self._keys[self._tenant(row)]
 
     async def _shots(self) -> AsyncIterator[Shot]:
         """Yield the requests, of which a few are made ahead in a thread, so that none waits for its making."""
         loop, ahead = asyncio.get_running_loop(), deque[asyncio.Future[Shot]]()
         with ThreadPoolExecutor(1) as maker:
-            for number in range(len(self._found.requests)):
+            for number in range(len(self._found.rows)):
                 ahead.append(loop.run_in_executor(maker, self._shot, number))
                 if len(ahead) > _AHEAD:
                     yield await ahead.popleft()
@@ -247,14 +260,12 @@ class _Sender:
                 self._tell_sent()
 
     def _shot(self, number: int) -> Shot:
-        request, facts, options = self._found.requests[number], self._facts, self._options
-        tokens = max(1, ceil(request.output_length / max(request.choices, 1)))
+        row, workload, options = self._found.rows[number], self._workload, self._options
         made = self._made.ids(number) if options.prompts == "ids" else self._made.text(number)
-        body = body_of(self._model(request), made, tokens, options.api, facts.fields)
-        if request.choices > 1:
-            body["n"] = request.choices
-        at_s = (request.timestamp - self._found.requests[0].timestamp) / 1000.0 / options.speed
-        return Shot(at_s, PATHS[options.api], body, request.tenant, self._keys[request.tenant], number)
+        tokens = max(int(workload.output_tokens[row]), 1)
+        body = body_of(self._model(row), made, tokens, options.api, self._facts.fields)
+        at_s = float(workload.arrival_s[row] - workload.arrival_s[self._found.rows[0]]) / options.speed
+        return Shot(at_s, PATHS[options.api], body, self._tenant(row), self._key(row), number)
 
     def _tell_sent(self) -> None:
         self._sent += 1

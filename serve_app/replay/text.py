@@ -5,8 +5,7 @@ of words. Segments (runs of a file's blocks) that follow the same one begin with
 servers; what one adds to a text is told by ``head`` and ``tail``.
 """
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,16 +168,6 @@ class PromptShapes:
         self._parents = np.zeros(segments, np.int64)
         self._parents[used] = parents
         self._lasts = lasts
-
-    @classmethod
-    def of_ids(cls, lengths: Sequence[int], chains: Iterable[Sequence[int]], block_tokens: int) -> "PromptShapes":
-        """Return the shapes of prompts by the ids of their blocks, of which equal ones mean equal prefixes."""
-        numbers: dict[int, int] = {}
-        paths, start = array("q"), [0]
-        for chain in chains:
-            paths.extend(numbers.setdefault(block, len(numbers)) for block in chain)
-            start.append(len(paths))
-        return cls(lengths, np.frombuffer(paths, np.int64) if paths else [], start, np.ones(len(numbers)), block_tokens)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -52,8 +52,8 @@ class _Columns:
         self.arrival_s, self.ttft_s, self.duration_s = array("d"), array("f"), array("f")
         self.prompt_tokens, self.output_tokens = array("i"), array("i")
         self.cached, self.predicted = array("i"), array("i")
-        self.tenant, self.model, self.replica = array("i"), array("i"), array("i")
-        self.tenants, self.models, self.replicas = _Names(), _Names(), _Names()
+        self.tenant, self.model, self.adapter, self.replica = array("i"), array("i"), array("i"), array("i")
+        self.tenants, self.models, self.adapters, self.replicas = _Names(), _Names(), _Names(), _Names()
         self.changes: list[ReplicasAt] = []
         self.facts: dict[str, RecordedModel] = {}
         self.warnings: list[str] = []
@@ -174,6 +174,7 @@ def _add(request: TrafficRequest, started_s: float, recording: int, size: int, c
     prefix = f"{recording}:" if recording else ""
     columns.tenant.append(columns.tenants.place(prefix + (request.tenant or "default")))
     columns.model.append(columns.models.place(request.model or "model"))
+    columns.adapter.append(columns.adapters.place(request.adapter))
     columns.replica.append(columns.replicas.place(prefix + request.replica if request.replica else ""))
 
 
@@ -239,6 +240,8 @@ def _workload(columns: _Columns, block_tokens: int, paths: Sequence[Path]) -> Wo
         ),
         warnings=tuple(warnings),
         refused=columns.refused,
+        adapter=column(columns.adapter, np.int32),
+        adapters=list(columns.adapters.places),
     )
 
 

@@ -30,7 +30,7 @@ class ReplicasAt:
 class Workload:
     """Columns have one entry a request, in order of arrival; ``arrival_s`` from the first one's, at ``started_s``.
 
-    ``tenant``, ``model``, ``replica``: places in the lists of names, -1 for none. ``cached_tokens``,
+    ``tenant``, ``model``, ``adapter``, ``replica``: places in the lists of names, -1 for none. ``cached_tokens``,
     ``predicted_tokens``: -1, and ``ttft_s``, ``duration_s``: nan, where the file does not tell. ``paths``: the segments
     of all prompts, one after the other, each from its ``path_start``; ``sizes``: blocks by segment. ``refused``:
     requests that got no answer, and are no rows.
@@ -58,6 +58,8 @@ class Workload:
     changes: Sequence[ReplicasAt] = ()
     warnings: Sequence[str] = ()
     refused: int = 0
+    adapter: Column | None = None
+    adapters: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.arrival_s)

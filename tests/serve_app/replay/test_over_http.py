@@ -2,12 +2,13 @@
 
 import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 from starlette.applications import Starlette
@@ -36,10 +37,11 @@ from serve_app.replay.over_http import (
     read_keys,
     replay_over_http,
 )
-from serve_app.replay.text import PromptShapes
 from serve_app.replica.engine_factory import make_engine
 from serve_app.tenants import make_api_key
-from serve_app.traffic.record import TrafficRequest
+from serve_app.traffic.reader import read_traffic
+from serve_app.traffic.record import VERSION, Header, TrafficRequest
+from serve_app.traffic.workload import Workload
 from tests.serve_app.ingress.scripted import Loopback, cancelling
 from tests.serve_app.replay.tokenizers import KINDS, checkpoint_with
 
@@ -47,6 +49,7 @@ BLOCK = 16
 """Of the server's cache, and of the file's ids."""
 
 TIMEOUT_S = 60.0
+Replayed = Callable[..., HttpResults]
 
 
 @contextmanager
@@ -88,28 +91,41 @@ def demo(demo_model_path: Path) -> Iterator[str]:
 
 
 def recorded(*prompts: tuple[list[int], int], **more: Any) -> list[TrafficRequest]:
-    """Return requests by the ids of their blocks and the tokens beyond them; a negative number: less of the last."""
+    """Return requests by the ids of their blocks and the tokens beyond them; a negative number: less of the last.
+
+    An id here stands for one block; the files' ids stand for whole beginnings.
+    """
     return [
         TrafficRequest(
-            timestamp=float(at), input_length=len(ids) * BLOCK + beyond, output_length=3, hash_ids=ids, **more
+            timestamp=float(at),
+            input_length=len(ids) * BLOCK + beyond,
+            output_length=3,
+            hash_ids=[hash(tuple(ids[: end + 1])) & (1 << 62) - 1 for end in range(len(ids))],
+            **more,
         )
         for at, (ids, beyond) in enumerate(prompts)
     ]
 
 
-def replayed(
-    requests: Sequence[TrafficRequest], url: str, block: int = BLOCK, told: Any = None, **given: Any
-) -> HttpResults:
-    """Return the results of one request after the other, in their order."""
+def read(requests: Sequence[TrafficRequest], folder: Path) -> Workload:
+    """Write a file of these requests, and read it."""
+    header = Header(warmpath_traffic=VERSION, recording="r", started_s=1.0, block_tokens=BLOCK)
+    path = folder / "traffic.jsonl"
+    path.write_bytes(msgspec.json.Encoder().encode_lines([header, *requests]))
+    return read_traffic([path])
 
-    def shapes_of(numbers: Sequence[int]) -> PromptShapes:
-        chosen = [requests[number] for number in numbers]
-        return PromptShapes.of_ids([r.input_length for r in chosen], [r.hash_ids for r in chosen], block)
 
-    options = HttpReplay(url, timeout_s=TIMEOUT_S, **{"most_open": 1, **given})
-    found = replay_over_http(requests, shapes_of, options, told or (lambda sent, result: None))
-    found.results.sort(key=lambda result: result.shot.number)
-    return found
+@pytest.fixture
+def replayed(tmp_path: Path) -> Replayed:
+    """Replay requests, one after the other, in their order."""
+
+    def replay(requests: Sequence[TrafficRequest], url: str, told: Any = None, **given: Any) -> HttpResults:
+        options = HttpReplay(url, timeout_s=TIMEOUT_S, **{"most_open": 1, **given})
+        found = replay_over_http(read(requests, tmp_path), options, told or (lambda sent, result: None))
+        found.results.sort(key=lambda result: result.shot.number)
+        return found
+
+    return replay
 
 
 def expected_cached(requests: Sequence[TrafficRequest]) -> list[int]:
@@ -125,7 +141,9 @@ def expected_cached(requests: Sequence[TrafficRequest]) -> list[int]:
 
 
 @pytest.mark.parametrize("prompts", ["text", "ids"])
-def test_the_server_counts_the_files_tokens_and_finds_its_prefixes(served: tuple[str, str], prompts: str) -> None:
+def test_the_server_counts_the_files_tokens_and_finds_its_prefixes(
+    served: tuple[str, str], prompts: str, replayed: Replayed
+) -> None:
     """Exactly, whatever the tokenizer adds: lengths, shared whole blocks, and no block that is not shared."""
     url, tokenizer = served
     requests = recorded(
@@ -147,7 +165,7 @@ def test_the_server_counts_the_files_tokens_and_finds_its_prefixes(served: tuple
     assert [result.answer.cached_tokens for result in again.results if result.answer] == expected_cached(requests)
 
 
-def test_a_chat_is_as_long_as_in_the_file(demo: str, demo_model_path: Path) -> None:
+def test_a_chat_is_as_long_as_in_the_file(demo: str, demo_model_path: Path, replayed: Replayed) -> None:
     """The template's tokens are counted; how much shorter shared prefixes may be is said."""
     requests = recorded(([1, 2, 3], 5), ([1, 2, 4], 0), ([1, 2, 3], 5))
     found = replayed(requests, demo, tokenizer=str(demo_model_path), api="chat")
@@ -160,15 +178,15 @@ def test_a_chat_is_as_long_as_in_the_file(demo: str, demo_model_path: Path) -> N
         assert whole - overhead - BLOCK < answer.cached_tokens <= whole
 
 
-def test_answers_have_the_files_lengths_and_choices(demo: str, demo_model_path: Path) -> None:
-    """Each choice has its part of the tokens, without an early end; an unknown number of tokens is one."""
+def test_answers_have_the_files_lengths(demo: str, demo_model_path: Path, replayed: Replayed) -> None:
+    """Without an early end: of several answers, one with its part of the tokens; an unknown number of tokens is one."""
     requests = recorded(([1], 4), ([2], 4), ([3], 4))
     requests[0].output_length, requests[0].choices, requests[1].output_length = 21, 3, 0
     found = replayed(requests, demo, tokenizer=str(demo_model_path))
-    assert [result.answer.completion_tokens for result in found.results if result.answer] == [21, 1, 3]
+    assert [result.answer.completion_tokens for result in found.results if result.answer] == [7, 1, 3]
 
 
-def test_tenants_have_their_keys(demo_model_path: Path) -> None:
+def test_tenants_have_their_keys(demo_model_path: Path, replayed: Replayed) -> None:
     """By pseudonym, by number, or dealt; what a tenant's prompts leave in the cache is not found with another's key."""
     keys = {name: make_api_key() for name in ("acme", "zeta")}
     tenants = [TenantConfig(name=name, key_sha256=[digest]) for name, (_, digest) in keys.items()]
@@ -189,10 +207,10 @@ def test_tenants_have_their_keys(demo_model_path: Path) -> None:
 
 def test_keys_are_dealt_alike_whatever_part_is_sent() -> None:
     """Tenants without a key of their own get one by their number in the whole file; $NAME is read from outside."""
-    requests = [TrafficRequest(timestamp=0.0, input_length=1, tenant=f"t{number % 5}") for number in range(20)]
+    tenants = [f"t{number}" for number in range(5)]
     options = HttpReplay("http://any", api_keys={"a": "ka", "t1": "kb", "3": "kc"})
-    assert keys_by_tenant(requests, options) == {"t0": "ka", "t1": "kb", "t2": "kc", "t3": "kc", "t4": "kb"}
-    assert set(keys_by_tenant(requests, HttpReplay("http://any", api_key="one")).values()) == {"one"}
+    assert keys_by_tenant(tenants, options) == {"t0": "ka", "t1": "kb", "t2": "kc", "t3": "kc", "t4": "kb"}
+    assert set(keys_by_tenant(tenants, HttpReplay("http://any", api_key="one")).values()) == {"one"}
     assert keys_of({"a": "$ACME", "b": "plain"}, {"ACME": "secret"}) == {"a": "secret", "b": "plain"}
     with pytest.raises(HttpReplayError, match=r"the key of 'a' is \$ACME"):
         keys_of({"a": "$ACME"}, {})
@@ -268,7 +286,7 @@ class Other:
             yield running.url
 
 
-def test_fields_that_a_server_refuses_are_not_sent(demo_model_path: Path) -> None:
+def test_fields_that_a_server_refuses_are_not_sent(demo_model_path: Path, replayed: Replayed) -> None:
     """They are dropped in the first small request, and that is said; so is a server without usage."""
     other = Other(["ignore_eos", "min_tokens"], usage=False)
     with other.running() as url:
@@ -280,7 +298,7 @@ def test_fields_that_a_server_refuses_are_not_sent(demo_model_path: Path) -> Non
     assert http_figures(found)["hit_rate"] == "unknown"
 
 
-def test_what_a_server_adds_unknown_to_the_tokenizer_is_subtracted(demo_model_path: Path) -> None:
+def test_what_a_server_adds_unknown_to_the_tokenizer_is_subtracted(demo_model_path: Path, replayed: Replayed) -> None:
     """It takes the place of words, as far as there are more of them; longer prompts than the context are told."""
     with Other(added=3).running() as url:
         found = replayed(recorded(([1], 4), ([], 2), ([1, 2, 3, 4], 0)), url, tokenizer=str(demo_model_path))
@@ -292,7 +310,7 @@ def test_what_a_server_adds_unknown_to_the_tokenizer_is_subtracted(demo_model_pa
     assert http_figures(found)["other_prompt_tokens"] == {"answers": 1, "most": 2}
 
 
-def test_models_and_adapters_are_mapped(demo_model_path: Path) -> None:
+def test_models_and_adapters_are_mapped(demo_model_path: Path, replayed: Replayed) -> None:
     """By name, to a default, or kept where the server lists them; else its first model answers."""
     requests = [
         *recorded(([1], 0), model="base"), *recorded(([1], 0), model="base", adapter="pirate"),
@@ -309,7 +327,7 @@ def test_models_and_adapters_are_mapped(demo_model_path: Path) -> None:
         assert [body["model"] for body in other.bodies[2:]] == expected
 
 
-def test_failures_are_counted_with_their_reasons(demo_model_path: Path) -> None:
+def test_failures_are_counted_with_their_reasons(demo_model_path: Path, replayed: Replayed) -> None:
     """Refusals and failures apart; nothing raises once the file's requests are sent."""
     for status, kind in ((429, "refused"), (503, "refused"), (500, "failed"), (400, "failed")):
         with Other(status=status).running() as url:
@@ -321,7 +339,9 @@ def test_failures_are_counted_with_their_reasons(demo_model_path: Path) -> None:
         assert "seconds" not in figures
 
 
-def test_a_file_or_a_server_that_does_not_fit_is_refused_first(demo_model_path: Path, tmp_path: Path) -> None:
+def test_a_file_or_a_server_that_does_not_fit_is_refused_first(
+    demo_model_path: Path, tmp_path: Path, replayed: Replayed
+) -> None:
     """One clear sentence each, before any request of the file is sent."""
     requests, good = recorded(([1], 4)), str(demo_model_path)
     with pytest.raises(HttpReplayError, match="does not list its models"):
@@ -343,20 +363,23 @@ def test_a_file_or_a_server_that_does_not_fit_is_refused_first(demo_model_path: 
         replayed(requests, url, tokenizer=good)
 
 
-def test_a_part_of_the_file_is_sent_at_a_speed(demo_model_path: Path) -> None:
+def test_a_part_of_the_file_is_sent_at_a_speed(demo_model_path: Path, replayed: Replayed) -> None:
     """Times count from the first request sent, and only --speed changes them; what has no prompt is left out."""
     requests = recorded(*[([number], 1) for number in range(8)])
     for number, request in enumerate(requests):
         request.timestamp = 1000.0 + 4.0 * number
-    requests[3].input_length = 0
+    requests[3].input_length, requests[3].hash_ids, requests[7].status = 0, [], 429
     with Other().running() as url:
         found = replayed(requests, url, tokenizer=str(demo_model_path), skip=2, limit=4, speed=2.0)
     assert [result.shot.at_s for result in found.results] == pytest.approx([0.0, 0.004, 0.006])
-    assert [request.timestamp for request in found.requests] == [1008.0, 1016.0, 1020.0]
-    assert found.notes[0] == "1 requests of the file have no prompt, and were not sent."
+    assert list(found.rows) == [2, 4, 5]
+    assert found.notes[:2] == [
+        "1 requests of the file have no prompt, and were not sent.",
+        "1 requests got no answer when they were recorded, and were not sent.",
+    ]
 
 
-def test_after_an_interrupt_there_are_the_results_so_far(demo_model_path: Path) -> None:
+def test_after_an_interrupt_there_are_the_results_so_far(demo_model_path: Path, replayed: Replayed) -> None:
     """Ctrl-C ends the replay with what was measured; progress tells of each sending and each result."""
     seen: list[tuple[int, Result | None]] = []
 
@@ -378,7 +401,7 @@ def test_after_an_interrupt_there_are_the_results_so_far(demo_model_path: Path) 
     assert all(result.shot.body == {} and result.answer and not result.answer.text for result in found.results)
 
 
-def test_figures_stand_beside_the_files() -> None:
+def test_figures_stand_beside_the_files(tmp_path: Path) -> None:
     """What the file recorded of the same requests, by tenant, too; a table for a terminal."""
     requests = [
         TrafficRequest(
@@ -402,12 +425,13 @@ def test_figures_stand_beside_the_files() -> None:
         TrafficRequest(timestamp=0.0, input_length=10, tenant="b", status=429, end="router"),
         TrafficRequest(timestamp=0.0, input_length=10, tenant="b", status=500),
     ]
-    found = HttpResults(requests)
+    workload = read(requests, tmp_path)
+    found = HttpResults(workload, range(len(workload)))
     row = http_figures(found)["recorded"]
-    assert (row["requests"], row["answered"], row["refused"], row["failed"]) == (4, 2, 1, 1)
+    assert (row["requests"], row["prompt_tokens"], row["output_tokens"]) == (2, 400, 12)
     assert (row["hit_rate"], row["ttft_mean_s"], row["tpot_mean_s"]) == (0.125, pytest.approx(0.2), pytest.approx(0.1))
     figures = http_figures(found)
-    assert figures["tenants"]["b"]["recorded"]["requests"] == 3
+    assert figures["tenants"]["b"]["recorded"]["requests"] == 1
     assert "tpot_mean_s" not in figures["tenants"]["b"]["recorded"]
     table = http_table(figures)
     assert table.row_count == 16 + 2
