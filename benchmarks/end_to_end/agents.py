@@ -30,9 +30,7 @@ from benchmarks.common.agent_sessions import (
 from benchmarks.common.harness import Findings, Options, benchmark, engine_flag, flag, in_turns, note
 from benchmarks.common.report import BenchmarkError, percentile, spread
 from benchmarks.common.server import instance
-from benchmarks.end_to_end.replay.run import with_tenants
-from benchmarks.end_to_end.replay.shots import trace_shots
-from benchmarks.end_to_end.replay.text import TraceText
+from benchmarks.common.trace_text import TraceText, trace_shots, with_tenants
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 from serve_app.checkpoints.sources import resolve_model
 from serve_app.config.app import AppConfig
@@ -104,7 +102,7 @@ def make_load(sessions: Sequence[AgentSession], text: TraceText, options: Option
         first = FLOOD_FROM + number * FLOOD_IDS
         ids = tuple(range(first, first + FLOOD_IDS))
         traced.append(TraceRequest(0.0, FLOOD_IDS * TRACE_BLOCK_TOKENS, 1, ids, FLOODER))
-    shots, flags = with_tenants(trace_shots(traced, text, options, {}))
+    shots, flags = with_tenants(trace_shots(traced, text, options.model, options.speed, {}))
     shots = [replace(shot, body=shot.body | {"ignore_eos": True}) for shot in shots]
     flood = [replace(shot, body=shot.body | _lies(number)) for number, shot in enumerate(shots[len(requests) :])]
     return ReplayLoad(sessions, dict(zip(requests, shots, strict=False)), flood, flags)

@@ -23,7 +23,7 @@ from benchmarks.common.agent_sessions import AgentSession, AgentTurn, read_sessi
 from benchmarks.common.harness import Findings, Options, benchmark, engine_flag, flag, names_flag, rows_of
 from benchmarks.common.report import BenchmarkError
 from benchmarks.common.server import instance, server_process, set_flags
-from benchmarks.end_to_end.replay.agents import drawn
+from benchmarks.end_to_end.agents import drawn
 from benchmarks.peers.smg import smg_server
 from benchmarks.simulation.agentx import AgentX
 from benchmarks.simulation.cluster import Cluster

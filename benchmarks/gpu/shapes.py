@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.end_to_end.replay.text import whole_words
+from benchmarks.common.trace_text import whole_words
 from serve_app.checkpoints.demo_model import ensure_demo_model
 
 _REPEAT = 1 << 24

@@ -18,9 +18,8 @@ import httpx
 from benchmarks.common.agent_sessions import random_arrivals, read_sessions, requests_of
 from benchmarks.common.report import BenchmarkError, metric_sum, percentile, spread
 from benchmarks.common.trace import DEFAULT_TRACE
-from benchmarks.end_to_end.replay import agents
-from benchmarks.end_to_end.replay.shots import trace_shots
-from benchmarks.end_to_end.replay.text import TraceText
+from benchmarks.common.trace_text import TraceText, trace_shots
+from benchmarks.end_to_end import agents
 from benchmarks.gpu.clients import TIMEOUT_S, StreamedAnswer, answers, ask, new_client, timed_stream
 from benchmarks.gpu.rows import QUESTION_TOKENS, SYSTEM_TOKENS, Bench, MeasuredRow, RowFigures
 from benchmarks.gpu.shapes import text_of
@@ -47,7 +46,7 @@ def routing(bench: Bench, ours: Warmpath) -> Iterator[tuple[str, MeasuredRow]]:
     text, trace = TraceText(bench.checkpoint, bench.shape.chats_per_id), read_trace(DEFAULT_TRACE, bench.shape.chats)
     needed_s = sum(text.prompt_tokens(request) for request in trace) / rate
     speed = (trace[-1].arrival_s - trace[0].arrival_s) * text.tokens_per_id / TRACE_BLOCK_TOKENS / needed_s
-    chats = trace_shots(trace, text, agents.run.parse(["--model", MODEL, "--speed", str(speed)]), keys)
+    chats = trace_shots(trace, text, MODEL, speed, keys)
     rows: dict[str, RowFigures] = {"agents": {}, "chats": {}}
     for policy in POLICIES:
         ours.set_policy(policy)
@@ -74,7 +73,7 @@ def _sessions(text: TraceText, keys: Mapping[str, str], rate: float) -> tuple[ag
     options.speed = sum(turn.pause_s for turn in turns) / (len(chosen) * needed_s)
     chosen = agents.drawn(read_sessions(), options)
     requests = requests_of(chosen, len(keys))
-    shots = _exact(trace_shots(list(requests.values()), text, options, dict(keys)))
+    shots = _exact(trace_shots(list(requests.values()), text, MODEL, options.speed, keys))
     load = agents.ReplayLoad(chosen, dict(zip(requests, shots, strict=True)), [], [])
     return load, random_arrivals([needed_s] * len(chosen), len(chosen), Random(0))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.end_to_end.replay import agents
+from benchmarks.end_to_end import agents
 from tests.integration.conftest import START
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]

@@ -19,7 +19,6 @@ from benchmarks.common.report import BenchmarkError
 from benchmarks.common.server import server_process
 from benchmarks.common.trace import DEFAULT_TRACE, add_trace_flags, chosen_trace, token_ids_of
 from benchmarks.end_to_end import affinity
-from benchmarks.end_to_end.replay import run as replay
 from benchmarks.engine import compare as engine
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
@@ -87,7 +86,6 @@ def test_names_are_split_and_none_is_allowed() -> None:
     ("run", "flag", "names"),
     [
         (engine.run, "--systems", engine.MODULES),
-        (replay.run, "--policies", POLICY_NAMES),
         (affinity.run, "--policies", POLICY_NAMES),
     ],
 )

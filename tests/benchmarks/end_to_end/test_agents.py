@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.common.agent_sessions import AgentSession, AgentStream, AgentTurn, job_s, read_sessions
 from benchmarks.common.report import BenchmarkError
-from benchmarks.end_to_end.replay.agents import (
+from benchmarks.common.trace_text import TraceText
+from benchmarks.end_to_end.agents import (
     TurnIndex,
     compared,
     drawn,
@@ -18,7 +19,6 @@ from benchmarks.end_to_end.replay.agents import (
     run,
     sentence,
 )
-from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.sources import resolve_model
 from tests.harness.eventually import let_others_run
 

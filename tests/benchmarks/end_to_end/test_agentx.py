@@ -15,7 +15,7 @@ from benchmarks.common.agent_sessions import AgentSession, AgentStream, AgentTur
 from benchmarks.common.harness import rows_of
 from benchmarks.common.report import BenchmarkError
 from benchmarks.end_to_end import agentx
-from benchmarks.end_to_end.replay.agents import drawn
+from benchmarks.end_to_end.agents import drawn
 from benchmarks.peers.ray_prefix_proxy import RayPrefixProxy, prompt_text
 
 
