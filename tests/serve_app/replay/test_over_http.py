@@ -263,7 +263,7 @@ class Other:
             if name in body:
                 return JSONResponse({"error": {"message": f"extra fields are not permitted: {name}"}}, 400)
         if len(self.bodies) > 2 + len(self.refused) and self.status != 200:
-            return JSONResponse({"error": {"message": "no room"}}, self.status)
+            return JSONResponse({"error": {"message": f"no room for {len(self.bodies)}"}}, self.status)
         words = len(body["prompt"].split())
 
         async def stream() -> Any:
@@ -335,7 +335,7 @@ def test_failures_are_counted_with_their_reasons(demo_model_path: Path, replayed
         figures = http_figures(found)
         assert (figures["answered"], figures[kind]) == (0, 2)
         [(reason, count)] = figures["reasons"].items()
-        assert "no room" in reason and count == 2
+        assert reason.startswith(f"HTTP {status}: ") and "no room for N" in reason and count == 2
         assert "seconds" not in figures
 
 
