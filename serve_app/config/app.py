@@ -21,7 +21,8 @@ from router.settings import DEFAULT_POLICY, DEFAULTS, MAX_ATTRIBUTES, PolicyName
 from serve_app.config.cache import MIB, CacheSection, LifecycleSection
 from serve_app.config.engine import ENGINES, EngineSection, EngineTraits, LoraSection
 from serve_app.config.quantities import Bytes, Seconds
-from serve_app.config.tenants import TenantsSection
+from serve_app.config.tenants import PlacedError, TenantsSection
+from serve_app.config.traffic import TrafficLogConfig
 from serve_app.config.workers import LISTS
 
 ModelEntry = dict[str, Any]
@@ -191,6 +192,11 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         description="URL of an OpenTelemetry collector (OTLP over HTTP) for traces of requests, such as "
         "http://127.0.0.1:4318; /v1/traces is appended; default: no traces",
     )
+    traffic_log: TrafficLogConfig | None = Field(
+        None,
+        description="record each request as a line of JSON, without text, keys or names of tenants, for "
+        "`warmpath replay`; default: off",
+    )
     tokenizer_cache_bytes: Bytes = Field(256 * MIB, ge=MIB, description="an ingress's cache of token ids and hashes")
 
     @field_validator("chat_template")
@@ -215,6 +221,15 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     def _names_differ(self) -> Self:
         if self.model_name in self.lora_adapters:
             raise ValueError(f"an adapter cannot be called {self.model_name!r}, as the model is")
+        return self
+
+    @model_validator(mode="after")
+    def _ids_are_of_whole_blocks(self) -> Self:
+        if self.traffic_log is not None and not self.models:
+            try:
+                self.traffic_log.tokens_of_a_block({self.block_size})
+            except ValueError as error:
+                raise PlacedError(("traffic_log", "block_tokens"), str(error)) from None
         return self
 
     @model_validator(mode="after")
@@ -327,7 +342,7 @@ SHARED = frozenset(TenantsSection.model_fields) - {"public_prompts", "prompts_di
         "otlp_endpoint",
         "max_body_bytes",
     ),
-    *("shutdown_timeout_s", "agent_prompt_rules"),
+    *("shutdown_timeout_s", "agent_prompt_rules", "traffic_log"),
 }
 """The settings that all models have in common, so no entry of `models` has them."""
 

@@ -13,6 +13,9 @@ from serve_app.config.quantities import Seconds
 from serve_app.config.workers import check_entry
 
 EngineName = Literal["torch", "vllm", "simulated", "remote"]
+
+SIMULATED_DECODE_EACH_S = 0.0005
+"""What each sequence adds to a simulated engine's decode step."""
 ExactResume = Literal["auto", "on", "off"]
 
 VLLM_CPU_BLOCK_SIZE = 32

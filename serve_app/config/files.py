@@ -113,6 +113,8 @@ def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
             rooted_settings[name] = [
                 rooted(entry, directory) if isinstance(entry, Mapping) else entry for entry in value
             ]
+        elif name == "traffic_log" and isinstance(value, Mapping) and "path" in value:
+            rooted_settings[name] = {**value, "path": path(value["path"])}
         elif name == "lora_adapters" and isinstance(value, Mapping):
             rooted_settings[name] = {adapter: path(where) for adapter, where in value.items()}
     return rooted_settings

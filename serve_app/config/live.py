@@ -33,6 +33,7 @@ LIVE = frozenset(
         "strict",
         "agent_prompt_rules",
         "workers",
+        "traffic_log",
     }
 )
 """The names of settings that may change without a restart."""

@@ -19,6 +19,7 @@ from serve_app.config.live import LIVE
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.config.quantities import is_duration, quantity_text
 from serve_app.config.tenants import ApiKeyConfig, TenantConfig, TenantsSection
+from serve_app.config.traffic import TrafficLogConfig
 
 _INTRODUCTION = f"""\
 # Settings
@@ -49,6 +50,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 ENTRIES: dict[str, type[BaseModel]] = {
     "The fields of `autoscaling`": AutoscalingConfig,
+    "The fields of `traffic_log`": TrafficLogConfig,
     "An entry of `tenants`": TenantConfig,
     "An entry of `key_sha256`": ApiKeyConfig,
     "An entry of `public_prompts`": PublicPromptConfig,
@@ -77,6 +79,7 @@ def settings_page() -> str:
 
 EXAMPLES = {
     "autoscaling": "{min_replicas: 2, max_replicas: 8, target_ttft_s: 2s}",
+    "traffic_log": "{path: traffic.jsonl, max_bytes: 1GB, keep: 4}",
     "allowed_hosts": "[chat.example.com]",
     "allowed_origins": "[https://chat.example.com]",
     "lora_adapters": "{pirate: adapters/pirate}",

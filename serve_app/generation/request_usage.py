@@ -38,7 +38,7 @@ class ShownMiss(Protocol):
 class RequestUsage:
     """Adds up a request's usage; a prompt counts once for all its choices.
 
-    ``save``: the result of a save; ``asked_by``: the field that requested it.
+    ``completion_tokens``: of each sequence. ``save``: the result of a save; ``asked_by``: the field that requested it.
     ``miss``: the reason of its cache miss. ``written_tokens``: tokens of its prompts that were newly put in the cache.
     """
 
@@ -46,7 +46,7 @@ class RequestUsage:
         self._choices = request.n
         self._rules_off = request.rules_off
         self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: request.n])
-        self._completion_tokens = 0
+        self.completion_tokens = [0] * len(generations)
         self._cached_tokens = self._reasoning_tokens = self.written_tokens = 0
         self._keep = [save for save in generations[0].saves if not save.key]
         self._kept = (0, 0)
@@ -59,7 +59,7 @@ class RequestUsage:
 
     def add(self, piece: Piece) -> None:
         """Count one piece of an answer."""
-        self._completion_tokens += piece.new_tokens
+        self.completion_tokens[piece.index] += piece.new_tokens
         self._reasoning_tokens += piece.reasoning_tokens
         first = piece.first
         if first is None:
@@ -82,7 +82,7 @@ class RequestUsage:
 
     def total(self) -> Usage:
         """Return the current usage."""
-        counted = self._prompt_tokens, self._completion_tokens, self._cached_tokens
+        counted = self._prompt_tokens, sum(self.completion_tokens), self._cached_tokens
         return Usage(*counted, *self._kept, self._cache_miss, self._reasoning_tokens, self.written_tokens)
 
 

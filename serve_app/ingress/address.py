@@ -19,6 +19,7 @@ from serve_app.ingress.batches import BatchDesk
 from serve_app.ingress.http import credentials
 from serve_app.ingress.model import Model
 from serve_app.ingress.shared import BODIES, Shared
+from serve_app.ingress.traffic_log import TrafficLog
 from serve_app.tenants import Tenant
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Address(Shared):
     """Where requests wait until they have chosen one of several models."""
     batches: BatchDesk | None
     """None: no files and batches are stored."""
+    traffic_log: TrafficLog
     fallbacks: Mapping[str, str]
     """Those of the settings."""
     down: dict[str, str] = field(default_factory=dict)
@@ -114,6 +116,7 @@ class Address(Shared):
             self.models[name].configure(self.registry.in_force(own))
         if self.batches is not None:
             self.batches.worker.limits_changed()
+        self.traffic_log.configure(config)
         self.config = config
 
     # Which model is meant.
@@ -268,6 +271,7 @@ class Address(Shared):
         if self.batches is not None:
             await self.batches.worker.stop()
         ended = await self.drain.run(timeout_s)
+        await self.traffic_log.close()
         self.outside.close()
         await self.usage.flush()
         await self.budgets.flush()

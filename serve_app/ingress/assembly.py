@@ -26,9 +26,11 @@ from serve_app.ingress.model import Model
 from serve_app.ingress.observe.answer_meter import Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.reports import FinalSessions
+from serve_app.ingress.observe.traffic import TrafficObserver
 from serve_app.ingress.outside import Outside
 from serve_app.ingress.shared import BODIES
 from serve_app.ingress.tenant_admin import TenantAdmin
+from serve_app.ingress.traffic_log import TrafficLog
 from serve_app.live.journal import Journal
 from serve_app.sessions import SessionLimit
 from serve_app.stored.database import StorageLimits
@@ -67,6 +69,7 @@ async def make_address(config: AppConfig, outside: Outside) -> Address:
     if not address.models:
         raise CheckpointError("; ".join(f"{name}: {why}" for name, why in address.down.items()))
     address.registry.start(address.tenants_changed)
+    address.traffic_log.configure(address.config)
     return address
 
 
@@ -89,10 +92,12 @@ async def _without_models(config: AppConfig, served: Mapping[str, AppConfig], ou
     budgets = Budgets(config.tenants, config.prices, objects, config.ingress_replicas)
     budgets.start()
     ledger = await asyncio.to_thread(Ledger, config.usage_file, config.block_size, [budgets.count])
-    metrics = IngressMetrics([budgets.samples])
+    traffic = TrafficObserver()
+    metrics = IngressMetrics([budgets.samples, traffic.counts.samples])
     metrics.expect(tenants.by_name)
     journal = Journal(lambda: len(tenants.by_name))
     observers = Observers(refused=[metrics.refused, journal.refused, partial(_refused_at_all, models)])
+    observers += traffic.observers("" if config.models else config.model_name)
     levels = Levels(outside.name, config.ingress_replicas, broadcast.levels)
     session_limit = SessionLimit(levels, config.block_size, partial(_prefill_tokens_per_s, models))
     limits = TenantLimits(
@@ -133,6 +138,8 @@ async def _without_models(config: AppConfig, served: Mapping[str, AppConfig], ou
         usage=Ledgers(ledger, broadcast.ingresses),
         history=MessageHistory(complete=config.ingress_replicas == 1),
         journal=journal,
+        traffic=traffic,
+        traffic_log=TrafficLog(outside.name, traffic, models, broadcast.ingresses),
         tracer=outside.tracer(config),
         stored=StoredResponses(database, secret, store_workers, bounds) if stores and database is not None else None,
         batches=batches,

@@ -24,6 +24,7 @@ from serve_app.errors import (
     WarmpathError,
 )
 from serve_app.fairness.rate_limits import TenantLimits
+from serve_app.ingress.client_headers import arrived_s
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.http import (
     CLIENT_LEFT,
@@ -34,8 +35,9 @@ from serve_app.ingress.http import (
     request_id_of,
 )
 from serve_app.ingress.lifeline import Lifeline, RefusedStream, StreamResponse, lifeline_of
-from serve_app.ingress.observe.answer_meter import Observers
+from serve_app.ingress.observe.answer_meter import AnswerMeter, Observers, RequestEnd
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.live.tally import GENERATIONS
 from serve_app.tenants import DEFAULT_TENANT, Tenant, Tenants
 
 logger = logging.getLogger(__name__)
@@ -121,6 +123,7 @@ class RouteGuard:
         A stream is counted at its end, and a client that leaves before its answer is there by the status 499.
         """
         request.state.dress = partial(self._dressed, request, api)
+        error: WarmpathError | None = None
         try:
             refuse_foreign_page(request, self.allowed_origins)
             if request.method == "POST":
@@ -140,9 +143,9 @@ class RouteGuard:
             response = api.refusal(error, request) if waiting is None else RefusedStream(waiting, error)
             self._refuse(request, error, late=waiting is not None)
         if isinstance(response, StreamResponse):
-            response.ended = partial(self._count, request, endpoint)
+            response.ended = partial(self._count, request, endpoint, error=error)
         else:
-            self._count(request, endpoint, response.status_code)
+            self._count(request, endpoint, response.status_code, error)
         return self._dressed(request, api, response)
 
     def _close(self, request: Request) -> Lifeline | None:
@@ -159,12 +162,17 @@ class RouteGuard:
             for tell in counts.observers.refused:
                 tell(tenant, error.reason)
 
-    def _count(self, request: Request, endpoint: str, status: int) -> None:
+    def _count(self, request: Request, endpoint: str, status: int, error: WarmpathError | None = None) -> None:
         """Count an answer, once for each request."""
         tenant, counts = self._counted(request)
         counts.metrics.answered(endpoint, status, tenant)
         if status == CLIENT_LEFT:
             counts.metrics.add("warmpath_client_disconnects_total")
+        if endpoint in GENERATIONS:
+            answer: AnswerMeter | None = getattr(request.state, "meter", None)
+            at_s = arrived_s(request.scope) if answer is None else answer.arrived_s
+            for tell in counts.observers.finished:
+                tell(RequestEnd(tenant, at_s, status, answer, error))
 
     def _counted(self, request: Request) -> tuple[str, CountsAnswers]:
         """Return under which tenant, and where, a request is counted."""

@@ -21,6 +21,7 @@ from serve_app.live.tally import Bucket
 from serve_app.logs import log_at_once
 from serve_app.prompts.registry import Cutovers
 from serve_app.reconfigure import LiveSettings
+from serve_app.traffic.recording_key import KeyOffer
 from serve_app.usage import UsageRows
 
 if TYPE_CHECKING:
@@ -111,6 +112,10 @@ class Ingress:
     async def close_sessions(self, tenant: str, names: Sequence[str]) -> None:
         """End a tenant's sessions of some names in this ingress' limit; the ingress that closes them calls this."""
         self._address.session_limit.close(tenant, names)
+
+    async def exchange_recording_key(self, offer: KeyOffer) -> KeyOffer | None:
+        """Compare keys of a recording of traffic; an ingress that records calls this."""
+        return self._address.traffic_log.exchange(offer)
 
     async def recent_events(self, numbers: dict[str, int], model: str = "") -> Batch:
         """Return this ingress' events since ``numbers``; an ingress with watchers calls this every second."""

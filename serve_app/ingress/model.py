@@ -194,7 +194,7 @@ class Model:
             observers += miss_observers(misses, book, self.live.missed)
         if shared.tracer is not None:
             observers += Observers(ended=[trace_answer])
-        return observers + Observers(ended=[final_sessions.ended])
+        return observers + shared.traffic.observers(self.name) + Observers(ended=[final_sessions.ended])
 
     # The settings.
 
@@ -326,7 +326,7 @@ class Model:
         async with until_disconnect(http):
             async with deadline.limit():
                 generations = await self._admitted(request, arrived, request_id, deadline, trace)
-            meter = AnswerMeter(
+            meter = http.state.meter = AnswerMeter(
                 self.observers, self.metrics, request, generations, arrived.at_s, body_bytes,
                 arrived.arrival.allowance, trace,
             )  # fmt: skip

@@ -16,6 +16,7 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.answer_meter import Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.reports import SharedAnswers
+from serve_app.ingress.observe.traffic import TrafficObserver
 from serve_app.ingress.outside import Outside
 from serve_app.ingress.tenant_admin import TenantAdmin
 from serve_app.live.journal import Journal
@@ -59,6 +60,7 @@ class Shared:
     usage: Ledgers
     history: MessageHistory
     journal: Journal
+    traffic: TrafficObserver
     tracer: Tracer | None
     stored: StoredResponses | None
     tables: SharedAnswers = field(default_factory=SharedAnswers)

@@ -94,9 +94,13 @@ class ShadowChoice(Struct, omit_defaults=True, frozen=True):
 
 
 class ReplicaChange(Struct, omit_defaults=True, kw_only=True):
-    """The replicas of a model that take requests from ``timestamp`` (ms since ``started_s``) on."""
+    """The replicas of a model that take requests from ``timestamp`` (ms since ``started_s``) on.
+
+    ``pool_tokens``, ``prefill_tokens_per_s``: of one, as in ``RecordedModel``, and as known then.
+    """
 
     timestamp: float
     replicas: list[str]
     model: str = ""
     prefill_tokens_per_s: float = 0.0
+    pool_tokens: Count = 0

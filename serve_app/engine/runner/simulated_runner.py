@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
+from serve_app.config.engine import SIMULATED_DECODE_EACH_S
 from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.lora.peft_files import read_described
 from serve_app.engine.runner.position_random import position_uniform
@@ -24,7 +25,7 @@ class CostModel:
 
     prefill_tokens_per_s: float = 5000.0
     decode_base_s: float = 0.02
-    decode_per_sequence_s: float = 0.0005
+    decode_per_sequence_s: float = SIMULATED_DECODE_EACH_S
     vocab_size: int = 32000
     max_positions: int = 1 << 20
     block_bytes: int = 2 * 1024 * 1024

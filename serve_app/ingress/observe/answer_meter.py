@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from router.protocol.request import Decision
+from serve_app.api.format import ApiFinishReason
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.cache_misses.advice import AdviceBook, advice_on
 from serve_app.cache_misses.detector import MissDetector
@@ -37,8 +38,8 @@ class Observers:
     waits for the function (the same arguments); or the sequence's end is about to be sent, if those were only expected.
     ``ended``: an answer (answer, the error that ended it).
     ``corrected``: a prompt had other cached tokens than told (answer, index, told, true).
-    ``refused``: a request (tenant, reason). ``advises`` answer: with advice that waits for the session's answer, "" for
-    none.
+    ``refused``: a request (tenant, reason). ``finished``: a request to generate has its HTTP status, and its client all
+    or has left. ``advises`` answer: with advice that waits for the session's answer, "" for none.
     """
 
     delivered: Sequence[Callable[[EngineRequest, Decision, FirstToken, float], None]] = ()
@@ -48,16 +49,31 @@ class Observers:
     corrected: Sequence[Callable[[AnswerMeter, int, int, int], None]] = ()
     refused: Sequence[Callable[[str, LimitReason], None]] = ()
     advises: Sequence[Callable[[AnswerMeter], str]] = ()
+    finished: Sequence[Callable[[RequestEnd], None]] = ()
 
     def __add__(self, more: Observers) -> Observers:
         """Return the observers of both."""
         return Observers(*((*getattr(self, name), *getattr(more, name)) for name in self.__slots__))
 
 
+class RequestEnd(NamedTuple):
+    """A request's end. ``status``: as its client saw it. ``answer``: None if it did not come so far.
+
+    ``error``: what it was refused with, unless its ``answer`` has one. ``arrived_s``: by ``time.perf_counter``.
+    """
+
+    tenant: str
+    arrived_s: float
+    status: int
+    answer: AnswerMeter | None
+    error: WarmpathError | None
+
+
 @dataclass(eq=False)
 class AnswerMeter:
     """Counts one answer while it is sent. ``body_bytes``: its request's size; ``allowance``: its part of its tenant's
-    limits; ``cached_tokens``: those told of each sequence's prompt; ``last_s``: the times of its last tokens.
+    limits; ``cached_tokens``: those told of each sequence's prompt; ``first_s``, ``last_s``: the times of its first and
+    last tokens; ``reasons``: why sequences ended; ``error``: what ended it.
     """
 
     observers: Observers
@@ -71,6 +87,9 @@ class AnswerMeter:
     uncached_tokens: int = 0
     cached_tokens: dict[int, int] = field(default_factory=dict)
     last_s: dict[int, float] = field(default_factory=dict)
+    first_s: dict[int, float] = field(default_factory=dict)
+    reasons: dict[int, ApiFinishReason] = field(default_factory=dict)
+    error: BaseException | None = None
 
     def __post_init__(self) -> None:
         self._expected: set[int] = set()
@@ -103,6 +122,7 @@ class AnswerMeter:
             cached_tokens, prompt_tokens = piece.first.cached_tokens, self.generations[index].prompt_tokens
             self.uncached_tokens += prompt_tokens - cached_tokens
             self.cached_tokens[index] = cached_tokens
+            self.first_s[index] = now_s
             self.metrics.first_token(self.tenant, now_s - self.arrived_s, prompt_tokens, cached_tokens)
             for tell in self.observers.first_token:
                 tell(self, index, cached_tokens)
@@ -112,10 +132,12 @@ class AnswerMeter:
             self._inter_token_s.observe((now_s - self.last_s[index]) / new_tokens, new_tokens)
         if new_tokens or index not in self.last_s:  # an end without a token is no arrival of one
             self.last_s[index] = now_s
-        if piece.finish_reason is not None and index in self._expected:
-            self._expected.discard(index)
-            for tell in self.observers.sent:
-                tell(self, index, self.cached_tokens[index])
+        if piece.finish_reason is not None:
+            self.reasons[index] = piece.finish_reason
+            if index in self._expected:
+                self._expected.discard(index)
+                for tell in self.observers.sent:
+                    tell(self, index, self.cached_tokens[index])
 
     def _correct(self, index: int, more_tokens: int) -> None:
         told = self.cached_tokens.get(index, 0)
@@ -140,6 +162,7 @@ class AnswerMeter:
 
         What was computed for one that was left before is charged once its replica tells (``charge_unanswered``).
         """
+        self.error = error
         self.metrics.add("warmpath_requests_in_flight", -1.0)
         refusal = error if isinstance(error, WarmpathError) else None
         if self.last_s and self.request.stream and refusal is not None:  # its HTTP status was a good one

@@ -76,6 +76,11 @@ warmpath_wait_seconds: ingress replica place (histogram)
     Time that requests waited for capacity, if they had to. place ingress: in its queue; router: while no replica took
     more, pause by pause; session: for space beside live sessions, at most `session_wait_s`. The wait in a replica's
     engine is warmpath_request_queue_time_seconds.
+warmpath_traffic_lines_total: ingress
+    Lines that `traffic_log` wrote.
+warmpath_traffic_lost_total: ingress reason
+    Lines that `traffic_log` lost. reason queue: the disk is too slow; disk: it is full, or the file cannot be written;
+    fault: a defect, see the log.
 warmpath_client_disconnects_total: ingress
     Clients that disconnected before the end of their answer.
 warmpath_event_streams: ingress
