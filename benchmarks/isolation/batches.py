@@ -34,7 +34,7 @@ FLEX = 2**32
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class BatchWorkload:
     """A batch of ``lines`` over ``prompts``, in a pool for ``pool_prompts`` on each replica; interactive chats."""
 
     replicas: int = 2
@@ -92,7 +92,7 @@ class BatchReplica:
     """One replica: it computes steps while it has work."""
 
     name: str
-    workload: Workload
+    workload: BatchWorkload
     core: RoutingCore
     clock: VirtualLoop
     computed: int = 0
@@ -164,7 +164,7 @@ class BatchReplica:
 class BatchCluster:
     """Replicas behind one router."""
 
-    def __init__(self, workload: Workload, clock: VirtualLoop) -> None:
+    def __init__(self, workload: BatchWorkload, clock: VirtualLoop) -> None:
         self.workload = workload
         names = [f"replica-{number}" for number in range(workload.replicas)]
         self.core = RoutingCore("router", RouterSettings(), clock=clock.time, rng=Random(workload.seed))
@@ -256,7 +256,7 @@ async def chats(
     return first, whole
 
 
-def case(workload: Workload, *, batched: bool, in_order: bool, chatting: bool) -> dict[str, Any]:
+def case(workload: BatchWorkload, *, batched: bool, in_order: bool, chatting: bool) -> dict[str, Any]:
     """Run one case in a fresh cluster."""
     loop = VirtualLoop()
 
@@ -289,7 +289,7 @@ def case(workload: Workload, *, batched: bool, in_order: bool, chatting: bool) -
         loop.close()
 
 
-def measure(workload: Workload) -> dict[str, Any]:
+def measure(workload: BatchWorkload) -> dict[str, Any]:
     """Return the figures of all cases, and their ratios."""
     cases = {
         "batch": {"batched": True, "in_order": True, "chatting": False},
@@ -318,7 +318,7 @@ def measure(workload: Workload) -> dict[str, Any]:
 )
 def run(options: Options) -> Findings:
     """Run all cases."""
-    workload = Workload(**{name: value for name, value in vars(options).items() if name != "json"})
+    workload = BatchWorkload(**{name: value for name, value in vars(options).items() if name != "json"})
     results = measure(workload)
     return Findings(
         results,

@@ -1,5 +1,6 @@
 """What a replay over HTTP measured: figures of all and each tenant beside what the file recorded; a bar, a table."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -46,7 +47,7 @@ def http_figures(found: HttpResults) -> dict[str, Any]:
 def _measured(found: HttpResults, results: Sequence[Result]) -> dict[str, Any]:
     answers = [(result, result.answer) for result in results if result.answer is not None]
     refused = sum(result.status in REFUSED for result in results)
-    reasons = Counter(result.reason[:200] for result in results if result.reason)
+    reasons = Counter(_kind_of(result.reason) for result in results if result.reason)
     figures: dict[str, Any] = {
         "requests": len(results),
         "answered": len(answers),
@@ -75,6 +76,12 @@ def _measured(found: HttpResults, results: Sequence[Result]) -> dict[str, Any]:
         took_s = max(result.shot.at_s + result.late_s + answer.total_s for result, answer in answers) - begun_s
         figures |= {"seconds": took_s, "tokens_per_s": (prompts + outputs) / took_s if took_s else 0.0}
     return figures
+
+
+def _kind_of(reason: str) -> str:
+    """Return a reason without what is of one request alone, so that equal ones are counted together."""
+    status, colon, text = reason.partition(": ")
+    return (status + colon + re.sub(r"\d+", "N", text))[:200]
 
 
 def _recorded(workload: Workload, rows: Column) -> dict[str, Any]:

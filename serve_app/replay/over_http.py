@@ -361,7 +361,8 @@ async def _asked(
                 busy += 1
                 await asyncio.sleep(_BUSY_S)
             else:
-                raise HttpReplayError(f"{url} refuses a small request: {error}") from error
+                ids = "; if it takes no token ids, send text" if isinstance(prompt, list) else ""
+                raise HttpReplayError(f"{url} refuses a small request: {error}{ids}") from error
         except (httpx.HTTPError, ValueError, KeyError) as error:
             raise HttpReplayError(f"{url} does not answer: {type(error).__name__}: {error}") from error
 

@@ -214,7 +214,8 @@ async def explain(request: Request, address: Front) -> Response:
     """The replica that a request would go to now, and why; nothing is sent, reserved or counted.
 
     `refusal` and `wait`: the reason for which the ingress would refuse it or let it wait, or null. `notes`: a line for
-    each capability that a replica goes without, because its version of vLLM differs there.
+    each capability that a replica goes without, because its version of vLLM differs there. `shadow`: what the
+    `shadow_policy` would choose, or null.
     """
     return json_response(await documents.explanation(address, await read_body(request, address.config.max_body_bytes)))
 

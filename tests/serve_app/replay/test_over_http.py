@@ -263,7 +263,9 @@ class Other:
             if name in body:
                 return JSONResponse({"error": {"message": f"extra fields are not permitted: {name}"}}, 400)
         if len(self.bodies) > 2 + len(self.refused) and self.status != 200:
-            return JSONResponse({"error": {"message": "no room"}}, self.status)
+            return JSONResponse({"error": {"message": f"no room for {len(self.bodies)}"}}, self.status)
+        if not isinstance(body["prompt"], str):
+            return JSONResponse({"error": {"message": "prompt must be a string"}}, 400)
         words = len(body["prompt"].split())
 
         async def stream() -> Any:
@@ -335,7 +337,7 @@ def test_failures_are_counted_with_their_reasons(demo_model_path: Path, replayed
         figures = http_figures(found)
         assert (figures["answered"], figures[kind]) == (0, 2)
         [(reason, count)] = figures["reasons"].items()
-        assert "no room" in reason and count == 2
+        assert reason.startswith(f"HTTP {status}: ") and "no room for N" in reason and count == 2
         assert "seconds" not in figures
 
 
@@ -361,6 +363,8 @@ def test_a_file_or_a_server_that_does_not_fit_is_refused_first(
     other = Other(["prompt"])
     with other.running() as url, pytest.raises(HttpReplayError, match="refuses a small request: HTTP 400"):
         replayed(requests, url, tokenizer=good)
+    with Other().running() as url, pytest.raises(HttpReplayError, match="takes no token ids, send text"):
+        replayed(requests, url, tokenizer=good, prompts="ids")
 
 
 def test_a_part_of_the_file_is_sent_at_a_speed(demo_model_path: Path, replayed: Replayed) -> None:

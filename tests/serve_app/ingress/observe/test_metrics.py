@@ -293,6 +293,18 @@ def alone(demo_model_path: Path) -> Desk:
     return Desk(demo_model_path, Tenants([], SECRET))
 
 
+def test_the_shadows_winner_is_named(alone: Desk) -> None:
+    """Also where the body asks for another policy alone; without a shadow there is none."""
+    [prompt] = alone.ask(CHAT)["prompts"]
+    assert prompt["shadow"] is None
+    alone.core.configure(RouterSettings(shadow_policy="least_loaded"))
+    [prompt] = alone.ask({**CHAT, "policy": "estimated_ttft"})["prompts"]
+    assert set(prompt["winners"]) == {"estimated_ttft"}
+    assert prompt["shadow"]["policy"] == "least_loaded"
+    assert prompt["shadow"]["replica_id"] in alone.core.replica_ids
+    assert "least queued work" in prompt["shadow"]["because"]
+
+
 def test_the_limit_that_would_refuse_a_request_or_let_it_wait_is_named(alone: Desk) -> None:
     """With the tenant's own numbers, as in an error; nothing is counted."""
 
