@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from rich.console import Console
@@ -20,6 +21,7 @@ from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
 from serve_app.infer.run import InThisProcess
+from serve_app.ingress.address import Address
 from serve_app.ingress.assembly import make_address
 from serve_app.ingress.client_headers import ClientHeaders
 from serve_app.ingress.routes.application import make_application
@@ -61,15 +63,18 @@ def engine_server(checkpoint: Path, **given: Any) -> Iterator[str]:
     )  # fmt: skip
     info = load_checkpoint_info(checkpoint)
     engine = make_engine(config, info, lambda _: None)
+    addresses: list[Address] = []
 
     async def application() -> ClientHeaders:
         outside = InThisProcess(info, engine, config)
         await outside.start()
-        return ClientHeaders(cancelling(make_application(await make_address(config, outside))))
+        addresses.append(await make_address(config, outside))
+        return ClientHeaders(cancelling(make_application(addresses[0])))
 
     try:
         with Loopback(application) as running:
             yield running.url
+            running.call(addresses[0].traffic_log.close)
     finally:
         engine.stop()
 
@@ -163,6 +168,31 @@ def test_the_server_counts_the_files_tokens_and_finds_its_prefixes(
     assert figures["answered"] == figures["requests"] == len(requests)
     again = replayed(requests, url, tokenizer=tokenizer, prompts=prompts)
     assert [result.answer.cached_tokens for result in again.results if result.answer] == expected_cached(requests)
+
+
+def test_a_recorded_server_is_replayed_as_it_was(demo_model_path: Path, tmp_path: Path) -> None:
+    """Real texts, recorded without them: another server counts the same tokens, and finds as many in its cache."""
+    path = tmp_path / "recorded.jsonl"
+    systems = ["You are a pirate. " * 20, "You are a poet. " * 30]
+    asked = [(systems[0], "Who?"), (systems[1], "Who are you?"), (systems[0], "Where? " * 9), (systems[0], "Who?")]
+    with engine_server(demo_model_path, traffic_log={"path": str(path)}) as url:
+        for system, question in asked:
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+            body = {"model": "poet", "messages": messages, "max_tokens": 4, "ignore_eos": True}
+            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=TIMEOUT_S).raise_for_status()
+    workload = read_traffic([path])
+    assert len(workload) == len(asked) and workload.cached_tokens[-1] > 64
+    with engine_server(demo_model_path) as url:
+        found = replay_over_http(workload, HttpReplay(url, tokenizer=str(demo_model_path), most_open=1))
+    assert found.notes == []
+    answers = {result.shot.number: result.answer for result in found.results}
+    for number, answer in answers.items():
+        assert answer is not None
+        assert answer.prompt_tokens == workload.prompt_tokens[number]
+        assert answer.cached_tokens == workload.cached_tokens[number]
+        assert answer.completion_tokens == workload.output_tokens[number] == 4
+    figures = http_figures(found)
+    assert figures["hit_rate"] == figures["recorded"]["hit_rate"] > 0.2
 
 
 def test_a_chat_is_as_long_as_in_the_file(demo: str, demo_model_path: Path, replayed: Replayed) -> None:
