@@ -18,6 +18,7 @@ BENCHMARKS = {
     "remote": ("end_to_end.remote", "20 minutes: five for the servers, a minute for each system in each run"),
     "zero": ("end_to_end.zero", "8 minutes"),
     "models": ("end_to_end.models", "14 minutes"),
+    "recording": ("end_to_end.recording", "6 minutes"),
     "front_door": ("end_to_end.front_door", "6 minutes a system"),
     "agents": ("end_to_end.agents", "35 minutes: three for the reference, three for each of ten runs"),
     "agentx": ("end_to_end.agentx", "70 minutes: 17 for each system"),

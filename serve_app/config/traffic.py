@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from serve_app.config.quantities import Bytes
 
@@ -26,6 +26,13 @@ class TrafficLogConfig(BaseModel):
         description="tokens of one block id, a multiple of block_size: larger ones make a smaller file; default: "
         "block_size",
     )
+
+    @field_validator("path")
+    @classmethod
+    def _is_a_files(cls, value: Path) -> Path:
+        if not value.name:
+            raise ValueError("must be the path of a file, such as traffic.jsonl")
+        return value
 
     def tokens_of_a_block(self, block_sizes: set[int]) -> int:
         """Return the tokens of an id for models of these block sizes. Raises ValueError."""

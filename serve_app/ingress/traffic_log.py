@@ -71,8 +71,8 @@ class TrafficLog:
         self._several = 1
         self._offer: KeyOffer | None = None
         self._used: bytes | None = None
-        self._ended: dict[bytes, None] = {}
-        """The keys of recordings that were switched off here, which another ingress may still offer."""
+        self._ended: dict[str, None] = {}
+        """The recordings that were switched off here, whose keys another ingress may still offer."""
         self._replicas: dict[str, tuple[Any, ...]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -92,7 +92,7 @@ class TrafficLog:
         if config.ingress_replicas > 1:
             path = path.with_name(f"{path.stem}.{self._writer}{path.suffix}")
         self._offer = KeyOffer.new(str(settings.path))
-        self._observer.recording = Recording(settings, path, self._writer, sizes, self._observer.counts)
+        self._observer.use(Recording(settings, path, self._writer, sizes, self._observer.counts))
         self._task = run_in_background(self._follow)
 
     async def close(self) -> None:
@@ -104,14 +104,15 @@ class TrafficLog:
             await asyncio.to_thread(recording.join, CLOSE_S)
 
     def _end(self) -> None:
-        recording, self._observer.recording = self._observer.recording, None
+        recording = self._observer.recording
+        self._observer.use(None)
         if self._task is not None:
             self._task.cancel()
             self._task = None
         if recording is not None and self._offer is not None:
             self._use(recording, self._offer)
             recording.stop()
-            self._ended[self._offer.key] = None
+            self._ended[self._offer.public] = None
             if len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
         self._offer = self._used = None
@@ -129,7 +130,7 @@ class TrafficLog:
     def _take(self, offer: KeyOffer) -> None:
         """Use another ingress' key if it comes before this one's, and its recording goes on here."""
         own = self._offer
-        if own is None or offer.path != own.path or offer.key in self._ended or offer >= own:
+        if own is None or offer.path != own.path or offer.public in self._ended or offer >= own:
             return
         self._offer = offer
         if self._used is not None:
@@ -139,7 +140,7 @@ class TrafficLog:
         if offer.key != self._used:
             self._used = offer.key
             recording.facts = {name: facts_of(model) for name, model in self._models.items()}
-            recording.use(RecordingKey(offer.key))
+            recording.use(RecordingKey(offer))
 
     async def _agree(self) -> bool:
         """Ask the others for their keys; return whether all of them answered."""

@@ -36,18 +36,22 @@ class KeyOffer:
         """Return a new random key."""
         return cls(time.time(), secrets.token_bytes(KEY_BYTES), path)
 
+    @property
+    def public(self) -> str:
+        """The recording's name: it tells nothing of the key."""
+        return blake2b(b"warmpath recording", digest_size=8, key=self.key, person=b"recording").hexdigest()
+
 
 class RecordingKey:
-    """Ids and pseudonyms by one key. ``public``: tells recordings apart, and nothing of the key. Not thread-safe."""
+    """Ids and pseudonyms by the key of an offer. ``public``: as there. Not thread-safe."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, offer: KeyOffer) -> None:
+        key, self.public = offer.key, offer.public
         if len(key) != KEY_BYTES:
             raise ValueError(f"a recording's key has {KEY_BYTES} bytes, not {len(key)}")
-        self._key = key
         # A block hash is one block of the cipher: equal ones become equal, and the cipher is a permutation.
         self._encryptor = Cipher(algorithms.AES256(key), modes.ECB()).encryptor()  # noqa: S305
         self._names = {kind: blake2b(digest_size=8, key=key, person=kind.encode()) for kind in _KINDS}
-        self.public = blake2b(b"warmpath recording", digest_size=8, key=key, person=b"recording").hexdigest()
 
     def ids(self, block_hashes: bytes) -> list[int]:
         """Return an id of ``ID_BITS`` for each of the packed hashes."""

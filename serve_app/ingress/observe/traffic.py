@@ -39,6 +39,11 @@ class TrafficObserver:
         self.counts = TrafficCounts()
         self._sent: dict[str, _Sent] = {}
 
+    def use(self, recording: Recording | None) -> None:
+        """Add to another recording, or to none."""
+        self.recording = recording
+        self._sent.clear()
+
     def observers(self, model: str = "") -> Observers:
         """Return who hears of a model's requests, or of those that chose none."""
         return Observers(delivered=[self._delivered], finished=[partial(self._finished, model)])

@@ -200,6 +200,8 @@ def test_settings_are_live(checkpoint: ReadCheckpoint, tmp_path: Path) -> None:
             await chat("acme")
             await use(path=str(first))
             await chat("acme")
+            with pytest.raises(BadSettings, match="must be the path of a file"):
+                await use(path="/")
             with pytest.raises(BadSettings, match="block_tokens is 24, and must be a multiple of block_size, 16"):
                 await use(path=str(first), block_tokens=24)
 

@@ -17,7 +17,7 @@ from serve_app.traffic import recorder
 from serve_app.traffic.reader import read_traffic
 from serve_app.traffic.record import Header, RecordedModel, ReplicaChange, TrafficRequest
 from serve_app.traffic.recorder import CHUNK_LINES, MAX_LINES, Parents, Recording, TrafficCounts, TrafficLine
-from serve_app.traffic.recording_key import KEY_BYTES, RecordingKey
+from serve_app.traffic.recording_key import KEY_BYTES, KeyOffer, RecordingKey
 from tests.harness.eventually import eventually
 
 PATIENCE_S = 30
@@ -35,7 +35,7 @@ def line(number: int = 1, hashes: bytes = HASHES, tokens: int = 70, at_s: float 
 
 
 def key(number: int = 1) -> RecordingKey:
-    return RecordingKey(bytes([number]) * KEY_BYTES)
+    return RecordingKey(KeyOffer(0.0, bytes([number]) * KEY_BYTES, ""))
 
 
 def recording(path: Path, counts: TrafficCounts | None = None, write: Any = os.write, **more: Any) -> Recording:

@@ -22,6 +22,10 @@ keys = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 prompts = st.lists(st.integers(0, 3), max_size=40).map(lambda ids: np.array(ids, dtype=np.int32))
 
 
+def of(key: bytes) -> RecordingKey:
+    return RecordingKey(KeyOffer(0.0, key, ""))
+
+
 def chain_of(scope: PrefixScope, ids: TokenArray, size: int = 4) -> bytes:
     return hash_blocks(scope.root(SECRET), ids, size)
 
@@ -31,7 +35,7 @@ def test_equal_prefixes_share_ids_and_the_first_difference_ends_it(
     key: bytes, one: TokenArray, other: TokenArray
 ) -> None:
     """The oracle compares the tokens themselves."""
-    made = RecordingKey(key)
+    made = of(key)
     ids, others = made.ids(chain_of(SCOPE, one)), made.ids(chain_of(SCOPE, other))
     assert (len(ids), len(others)) == (len(one) // 4, len(other) // 4)
     for block, (mine, theirs) in enumerate(zip(ids, others, strict=False), start=1):
@@ -43,8 +47,8 @@ def test_equal_prefixes_share_ids_and_the_first_difference_ends_it(
 def test_other_scopes_and_other_recordings_share_no_id(key: bytes, ids: TokenArray) -> None:
     """Neither another salt, adapter or model, nor another key of the same traffic."""
     scopes = (SCOPE, PrefixScope("model", "", b"salt"), PrefixScope("model", "a", b"salt of acme"), PrefixScope("m"))
-    found = [RecordingKey(key).ids(chain_of(scope, ids)) for scope in scopes]
-    found.append(RecordingKey(hashlib.sha256(key).digest()).ids(chain_of(SCOPE, ids)))
+    found = [of(key).ids(chain_of(scope, ids)) for scope in scopes]
+    found.append(of(hashlib.sha256(key).digest()).ids(chain_of(SCOPE, ids)))
     assert len({*itertools.chain(*found)}) == sum(map(len, found))
 
 
@@ -58,7 +62,7 @@ def test_coarse_ids_stand_for_all_before_them(ids: TokenArray, blocks: int) -> N
 
 def test_names_are_told_by_the_key_alone() -> None:
     """One name has one pseudonym of a kind; no name has none."""
-    key, other = RecordingKey(b"k" * KEY_BYTES), RecordingKey(b"o" * KEY_BYTES)
+    key, other = of(b"k" * KEY_BYTES), of(b"o" * KEY_BYTES)
     assert key.name("tenant", "acme") == key.name("tenant", "acme")
     told = {
         key.name("tenant", "acme"),
@@ -70,7 +74,7 @@ def test_names_are_told_by_the_key_alone() -> None:
     assert key.name("tenant", "") == ""
     assert "acme" not in "".join(told)
     with pytest.raises(ValueError, match="32 bytes"):
-        RecordingKey(b"short")
+        of(b"short")
 
 
 def test_an_offer_shows_no_key() -> None:
@@ -107,7 +111,7 @@ def test_a_known_prompt_cannot_be_guessed_from_a_file() -> None:
     """An attacker who has the prompt's text and tokens, the tenant's name and salt, and even the deployment's secret,
     computes every block hash, and every public digest of all that; none of it is an id or a pseudonym.
     """
-    key = RecordingKey(KeyOffer.new("file").key)
+    key = RecordingKey(KeyOffer.new("file"))
     chain = hash_blocks(SCOPE.root(SECRET), PROMPT, 16)
     hashes = [chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES)]
     told = {*key.ids(chain)}
