@@ -17,7 +17,7 @@ from serve_app.traffic.workload import Column, Workload
 PERCENTS = (50, 90, 99)
 MOST_REASONS = 5
 LATE_S = 0.1
-"""What is shown as late while a replay runs."""
+"""What is told as late."""
 
 
 def http_figures(found: HttpResults) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def http_figures(found: HttpResults) -> dict[str, Any]:
     """
     workload, rows = found.workload, np.asarray(found.rows)
     figures = {**_measured(found, found.results), "recorded": _recorded(workload, rows)}
-    figures |= {"interrupted": found.interrupted, "notes": list(found.notes)}
+    figures |= {"interrupted": found.interrupted, "notes": [*found.notes, *_late(figures["late_p99_s"])]}
     results: dict[str, list[Result]] = {}
     for result in found.results:
         results.setdefault(result.shot.tenant, []).append(result)
@@ -76,6 +76,14 @@ def _measured(found: HttpResults, results: Sequence[Result]) -> dict[str, Any]:
         took_s = max(result.shot.at_s + result.late_s + answer.total_s for result, answer in answers) - begun_s
         figures |= {"seconds": took_s, "tokens_per_s": (prompts + outputs) / took_s if took_s else 0.0}
     return figures
+
+
+def _late(p99_s: float) -> list[str]:
+    """Return what lateness means, if there is any to speak of."""
+    if p99_s < LATE_S:
+        return []
+    why = "this machine is too slow for the file's rate, or too few connections may be open"
+    return [f"Requests were sent up to {p99_s:.1f} s late (p99): {why}. TTFTs count from the file's times."]
 
 
 def _kind_of(reason: str) -> str:

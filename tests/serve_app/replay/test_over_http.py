@@ -467,6 +467,13 @@ def test_figures_stand_beside_the_files(tmp_path: Path) -> None:
     figures = http_figures(found)
     assert figures["tenants"]["b"]["recorded"]["requests"] == 1
     assert "tpot_mean_s" not in figures["tenants"]["b"]["recorded"]
+    assert figures["notes"] == []
+    found.results = [Result(Shot(0.0, "/", {}, "a"), 1.5, TimedAnswer(0.25, 0.5, "", 100, 60, 11))]
+    figures = http_figures(found)
+    assert figures["tenants"]["a"]["hit_rate"] == 0.6 and figures["tenants"]["b"]["requests"] == 0
+    assert (figures["ttft_mean_s"], figures["seconds"]) == (1.75, 2.0)
+    [late] = figures["notes"]
+    assert late.startswith("Requests were sent up to 1.5 s late")
     table = http_table(figures)
     assert table.row_count == 16 + 2
     assert [column.header for column in table.columns] == ["", "replayed", "recorded"]
