@@ -14,8 +14,8 @@ class TrafficLogConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: Path = Field(
-        description="the file, such as traffic.jsonl; with several ingresses, each writes its own, and its short name "
-        "comes before the suffix"
+        description="the file, such as traffic.jsonl; with several ingresses, or while an earlier one still writes it, "
+        "each writes its own, and its short name comes before the suffix"
     )
     max_bytes: Bytes = Field(1_000_000_000, ge=65_536, description="a larger file is rotated to FILE.1, FILE.2 ...")
     keep: int = Field(4, ge=0, le=1000, description="rotated files that are kept")
@@ -29,10 +29,14 @@ class TrafficLogConfig(BaseModel):
 
     @field_validator("path")
     @classmethod
-    def _is_a_files(cls, value: Path) -> Path:
-        if not value.name:
-            raise ValueError("must be the path of a file, such as traffic.jsonl")
-        return value
+    def _is_a_file(cls, path: Path) -> Path:
+        try:
+            name = path.expanduser().name
+        except RuntimeError as error:
+            raise ValueError(f"{path} is in the folder of an unknown user") from error
+        if name in ("", ".."):
+            raise ValueError(f"{path} is a folder: name a file in it, such as traffic.jsonl")
+        return path
 
     def tokens_of_a_block(self, block_sizes: set[int]) -> int:
         """Return the tokens of an id for models of these block sizes. Raises ValueError."""

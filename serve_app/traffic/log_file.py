@@ -1,11 +1,12 @@
 """A file of whole lines that only grows, and is rotated by size: FILE, FILE.1, FILE.2 ...
 
-Each begins with a header. One writer has it. What cannot be written whole is not in it.
+Each begins with a header. One writer has it, locked. What cannot be written whole is not in it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 from stat import S_ISREG
 
 _LOOK_BYTES = 1 << 18
+_OURS = b'{"warmpath_traffic"'
 _MARK = b'"input_length"'
 """What is in each line of a request, and in no other."""
 
@@ -22,13 +24,21 @@ WriteCall = Callable[[int, bytes], int]
 class LogFile:
     """The file at ``path``, opened by the first write. ``header``: returns a file's first line.
 
-    ``keep``: the number of rotated files. ``write``: as ``os.write``.
+    ``keep``: the number of rotated files. ``write``: as ``os.write``. ``beside``: the path of the next file while
+    another writer, such as an ingress that ends, has ``path``; default: that is an error.
     """
 
     def __init__(
-        self, path: Path, max_bytes: int, keep: int, header: Callable[[], bytes], write: WriteCall = os.write
+        self,
+        path: Path,
+        max_bytes: int,
+        keep: int,
+        header: Callable[[], bytes],
+        write: WriteCall = os.write,
+        beside: Path | None = None,
     ) -> None:
         self.path = path
+        self._paths = [path] if beside is None or beside == path else [path, beside]
         self._max_bytes, self._keep = max_bytes, keep
         self._header, self._os_write = header, write
         self._fd: int | None = None
@@ -43,8 +53,8 @@ class LogFile:
         if self._fd is not None and not self._is_ours():  # moved away, or deleted
             self.close()
         if self._fd is not None and self._bytes > self._header_bytes and self._bytes + len(lines) > self._max_bytes:
-            self.close()
-            self._set_aside()
+            self._set_aside(self.path)
+            self.close()  # it was locked until then
         self._append(self._open() if self._fd is None else self._fd, lines)
 
     def open(self) -> None:
@@ -59,26 +69,44 @@ class LogFile:
             self._fd = None
 
     def _open(self) -> int:
-        with suppress(FileNotFoundError):
-            if _has_requests(self.path):
-                self._set_aside()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A pipe without a reader would wait for one. A link's owner may be another user.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        fd = os.open(self.path, flags, 0o600)
+        fd = None
+        for path in self._paths:
+            if fd is None:
+                self.path, fd = path, self._emptied(path)
+        if fd is None:
+            raise OSError(errno.EBUSY, "another process writes it")
         try:
-            found = os.fstat(fd)
-            if not S_ISREG(found.st_mode):
-                raise OSError(errno.EINVAL, "it is no regular file")
             os.fchmod(fd, 0o600)
-            os.ftruncate(fd, 0)
-            self._bytes, self._inode = 0, found.st_ino
+            self._bytes, self._inode = 0, os.fstat(fd).st_ino
             self._append(fd, self._header())
         except OSError:
             os.close(fd)
             raise
         self._header_bytes, self._fd = self._bytes, fd
         return fd
+
+    def _emptied(self, path: Path) -> int | None:
+        """Return the locked, empty file at a path, whose requests are set aside; None if another writer has it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A pipe without a reader would wait for one. A link's owner may be another user.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        while True:
+            fd = os.open(path, flags, 0o600)
+            try:
+                if not _is_locked(fd):
+                    os.close(fd)
+                    return None
+                if os.path.samestat(os.fstat(fd), path.stat()):  # else its writer has just set it aside
+                    if not _has_requests(fd):
+                        os.ftruncate(fd, 0)
+                        return fd
+                    self._set_aside(path)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                os.close(fd)
+                raise
+            os.close(fd)
 
     def _append(self, fd: int, data: bytes) -> None:
         done = 0
@@ -99,23 +127,37 @@ class LogFile:
         except FileNotFoundError:
             return False
 
-    def _set_aside(self) -> None:
+    def _set_aside(self, path: Path) -> None:
         """Rotate: the file becomes FILE.1, and the oldest one goes."""
+
+        def rotated(number: int) -> Path:
+            return path.with_name(f"{path.name}.{number}")
+
         for number in range(self._keep - 1, 0, -1):
             with suppress(FileNotFoundError):
-                self._rotated(number).replace(self._rotated(number + 1))
+                rotated(number).replace(rotated(number + 1))
         if self._keep:
-            self.path.replace(self._rotated(1))
+            path.replace(rotated(1))
         else:
-            self.path.unlink()
-
-    def _rotated(self, number: int) -> Path:
-        return self.path.with_name(f"{self.path.name}.{number}")
+            path.unlink()
 
 
-def _has_requests(path: Path) -> bool:
-    """Return whether a file would be missed. Anything but a regular file is not read."""
-    if not S_ISREG(path.lstat().st_mode):
+def _is_locked(fd: int) -> bool:
+    """Lock a file until it is closed; return whether no other writer has it. Raises OSError."""
+    if not S_ISREG(os.fstat(fd).st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
-    with path.open("rb") as file:
-        return _MARK in file.read(_LOOK_BYTES)
+    except OSError:  # some network file systems have no locks
+        pass
+    return True
+
+
+def _has_requests(fd: int) -> bool:
+    """Return whether a file would be missed. Raises OSError if it is none of ours."""
+    begin = os.pread(fd, _LOOK_BYTES, 0)
+    if begin and not begin.startswith(_OURS[: len(begin)]):
+        raise OSError(errno.EEXIST, "it holds something else than recorded traffic")
+    return _MARK in begin

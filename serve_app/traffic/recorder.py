@@ -129,7 +129,8 @@ class Recording:
         self._added_bytes = self._taken_bytes = 0
         self._key: RecordingKey | None = None
         self._next_key: RecordingKey | None = None
-        self._file = LogFile(path, settings.max_bytes, settings.keep, self._header, write)
+        beside = path.with_name(f"{settings.path.stem}.{writer}{path.suffix}")
+        self._file = LogFile(path, settings.max_bytes, settings.keep, self._header, write, beside)
         self._parents = Parents()
         self._encoder = msgspec.json.Encoder()
         self._failing = False

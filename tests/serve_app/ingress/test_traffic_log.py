@@ -200,7 +200,7 @@ def test_settings_are_live(checkpoint: ReadCheckpoint, tmp_path: Path) -> None:
             await chat("acme")
             await use(path=str(first))
             await chat("acme")
-            with pytest.raises(BadSettings, match="must be the path of a file"):
+            with pytest.raises(BadSettings, match="/ is a folder"):
                 await use(path="/")
             with pytest.raises(BadSettings, match="block_tokens is 24, and must be a multiple of block_size, 16"):
                 await use(path=str(first), block_tokens=24)
@@ -213,6 +213,15 @@ def test_settings_are_live(checkpoint: ReadCheckpoint, tmp_path: Path) -> None:
     assert len(ids) == len({*ids}), "two files of one traffic share no id"
     names = [{one["tenant"] for one in requests_of(path)} for path in (old, between, new)]
     assert len(names[0]) == 2 and not names[0] & names[1] and not names[1] & names[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "why"), [(".", "is a folder: name a file"), ("/", "is a folder"), ("~nobody-here/t", "an unknown user")]
+)
+def test_a_path_that_names_no_file_is_refused_with_the_settings(path: str, why: str) -> None:
+    """Not later, when an ingress starts."""
+    with pytest.raises(BadSettings, match=why):
+        config_of(Path(path))
 
 
 def together(*addresses: Several) -> None:
@@ -247,6 +256,24 @@ def test_ingresses_record_with_one_key(checkpoint: ReadCheckpoint, tmp_path: Pat
     assert len(lines) == 3 and len({tuple(one["hash_ids"]) for one in lines}) == 1
     merged = read_traffic(paths)
     assert len(merged.arrival_s) == 3 and not merged.warnings
+
+
+def test_an_ingress_that_follows_another_takes_none_of_its_lines(checkpoint: ReadCheckpoint, tmp_path: Path) -> None:
+    """In a rolling update the old one still answers: it keeps the file, and the new one writes beside it."""
+    config = config_of(tmp_path / "t.jsonl", log={"keep": 0})
+
+    async def ask() -> None:
+        async with opened(checkpoint, config, name="old") as old:
+            await until(lambda: (tmp_path / "t.jsonl").exists())
+            async with opened(checkpoint, config, name="new") as new:
+                for several in (old, new, old, new):
+                    written = several.address.traffic.counts.written
+                    await several.ask("/v1/chat/completions", {**CHAT, "model": "demo"})
+                    await until(lambda at=written, one=several: one.address.traffic.counts.written > at)
+
+    asyncio.run(ask())
+    for name, path in (("old", tmp_path / "t.jsonl"), ("new", tmp_path / "t.new.jsonl")):
+        assert lines_of(path)[0]["writer"] == name and len(requests_of(path)) == 2
 
 
 def test_an_agreement_that_comes_late_begins_another_file(checkpoint: ReadCheckpoint, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serve_app.traffic.log_file import LogFile
 
-HEADER = b'{"header":1}\n'
+HEADER = b'{"warmpath_traffic":1}\n'
 
 
 def line(number: int, width: int = 10) -> bytes:
@@ -86,6 +86,39 @@ def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
     file.close()
     assert (tmp_path / "taken").read_bytes() == HEADER + line(1)
     assert path.read_bytes() == HEADER + line(3)
+
+
+def test_two_writers_push_out_none_of_each_others_lines(tmp_path: Path) -> None:
+    """In a rolling update two ingresses have one path: the later one writes beside it until it begins another file."""
+    path, beside = tmp_path / "log", tmp_path / "log.new"
+    old, new = log_file(path), LogFile(path, 150, 2, lambda: HEADER, beside=beside)
+    for number in range(3):
+        old.write(line(number))
+        new.write(line(number + 100))
+    assert path.read_bytes() == HEADER + b"".join(map(line, range(3)))
+    assert beside.read_bytes() == HEADER + line(100) + line(101) + line(102)
+    assert new.path == beside
+    old.close()
+    new.write(line(103, 90))
+    assert new.path == path and path.read_bytes() == HEADER + line(103, 90)
+    assert (tmp_path / "log.1").read_bytes() == HEADER + b"".join(map(line, range(3)))
+    with pytest.raises(OSError, match="another process writes it"):
+        log_file(path).open()
+    new.close()
+
+
+@pytest.mark.parametrize("text", ["model: mine\n", "{", '{"input_length": 1}\n'])
+def test_a_file_of_others_is_left_alone(tmp_path: Path, text: str) -> None:
+    """A path given by mistake costs no file; what a crash left of a header is no file of others."""
+    path = tmp_path / "log"
+    path.write_text(text)
+    if HEADER.startswith(text.encode()):
+        log_file(path).open()
+        assert path.read_bytes() == HEADER
+    else:
+        with pytest.raises(OSError, match="something else than recorded traffic"):
+            log_file(path).write(line(1))
+        assert path.read_text() == text
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
