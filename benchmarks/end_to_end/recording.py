@@ -51,7 +51,7 @@ def cpu_ns(pid: int) -> int:
     return used
 
 
-class Server:
+class SwitchedServer:
     """The instance. ``pid``: of its ingress; ``file``: what is recorded now."""
 
     def __init__(self, cluster: LocalCluster, options: Options, folder: Path) -> None:
@@ -98,13 +98,13 @@ def _wait(holds: Callable[[], bool], otherwise: str) -> None:
 
 
 @contextmanager
-def served(options: Options) -> Iterator[Server]:
+def served(options: Options) -> Iterator[SwitchedServer]:
     """Run the instance for the block."""
     with tempfile.TemporaryDirectory(prefix="warmpath-recording-") as folder, LocalCluster(1) as cluster:
-        yield Server(cluster, options, Path(folder))
+        yield SwitchedServer(cluster, options, Path(folder))
 
 
-async def cost(server: Server, texts: Sequence[str], system: str, max_tokens: int, together: int) -> float:
+async def cost(server: SwitchedServer, texts: Sequence[str], system: str, max_tokens: int, together: int) -> float:
     """Return the ingress' CPU in us for a request of one token, or for a token of longer ones."""
     free = asyncio.Semaphore(together)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=together)
@@ -123,7 +123,7 @@ async def cost(server: Server, texts: Sequence[str], system: str, max_tokens: in
     return used_us / (tokens if max_tokens > 1 else len(texts))
 
 
-def measure(server: Server, arm: str, options: Options, run: int) -> dict[str, float]:
+def measure(server: SwitchedServer, arm: str, options: Options, run: int) -> dict[str, float]:
     """Return the figures of one arm in one pair; both arms send the same prompts, which are warm."""
     model = resolve_model(options.model)
     system = text_of(SYSTEM_TOKENS, model, 1)

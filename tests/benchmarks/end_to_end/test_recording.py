@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from benchmarks.end_to_end import recording
-from benchmarks.end_to_end.recording import Server, alone_us, cpu_ns
+from benchmarks.end_to_end.recording import SwitchedServer, alone_us, cpu_ns
 
 
 def test_alone_every_request_is_recorded(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_the_cpu_of_all_threads_counts() -> None:
 
 def test_lines_are_those_of_requests(tmp_path: Path) -> None:
     """Not the header, nor what tells of replicas."""
-    server = Server.__new__(Server)
+    server = SwitchedServer.__new__(SwitchedServer)
     server.file = tmp_path
     assert server.lines == 0
     server.file = tmp_path / "file"
