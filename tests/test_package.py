@@ -100,7 +100,7 @@ def test_the_wheel_holds_exactly_the_trees_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert held == in_tree()
-    assert "serve_app/ingress/page/index.html" in held
+    assert {"serve_app/ingress/page/index.html", "serve_app/replay/page.html"} <= held
 
 
 def test_it_has_pyprojects_version_and_a_command(installed: Path) -> None:
