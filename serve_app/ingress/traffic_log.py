@@ -139,6 +139,7 @@ class TrafficLog:
     def _use(self, recording: Recording, offer: KeyOffer) -> None:
         if offer.key != self._used:
             self._used = offer.key
+            self._replicas = {}  # told again, in the file of this key
             recording.facts = {name: facts_of(model) for name, model in self._models.items()}
             recording.use(RecordingKey(offer))
 

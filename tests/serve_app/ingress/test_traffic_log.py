@@ -277,7 +277,10 @@ def test_an_ingress_that_follows_another_takes_none_of_its_lines(checkpoint: Rea
 
 
 def test_an_agreement_that_comes_late_begins_another_file(checkpoint: ReadCheckpoint, tmp_path: Path) -> None:
-    """Ingresses that did not reach each other recorded with keys of their own: then all use the first made."""
+    """Ingresses that did not reach each other recorded with keys of their own: then all use the first made.
+
+    Its replicas are told in that file again.
+    """
     args, log = config_of(ingress_replicas=2), {"traffic_log": {"path": str(tmp_path / "t.jsonl")}}
 
     async def unreachable(*_: Any, **__: Any) -> list[Any]:
@@ -293,6 +296,7 @@ def test_an_agreement_that_comes_late_begins_another_file(checkpoint: ReadCheckp
             together(one, two)
             await until((tmp_path / "t.two.jsonl.1").exists)
             await two.ask("/v1/chat/completions", {**CHAT, "model": "demo"})
+            await until(lambda: any("replicas" in line for line in lines_of(tmp_path / "t.two.jsonl")))
 
     asyncio.run(ask())
     kept, alone, joined = (tmp_path / name for name in ("t.one.jsonl", "t.two.jsonl.1", "t.two.jsonl"))
