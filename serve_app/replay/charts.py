@@ -6,6 +6,7 @@ Knows nothing of replays: lines go in, one ``<figure>`` comes out. Its styles ar
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -28,10 +29,14 @@ _STEPS_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 1080
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """One line; None leaves a gap. ``above``: drawn thinly, too. ``strong``: thicker than others."""
+    """One line; None leaves a gap. ``above``: drawn thinly, too. ``strong``: thicker than others.
+
+    ``at_s``: of its values, where they are not the chart's.
+    """
 
     name: str
     values: Values
+    at_s: Sequence[float] = ()
     above: Values = ()
     strong: bool = False
 
@@ -169,7 +174,7 @@ def _plot(chart: Chart, scale: Scale) -> str:
     paths = [f'<path class="grid" d="{grid}"/>']
     for slot, line in reversed(list(enumerate(chart.lines))):
         for values, style in ((line.above, " thin"), (line.values, " strong" * line.strong)):
-            if drawn := path_of(chart.at_s, values, scale, steps=chart.steps):
+            if drawn := path_of(line.at_s or chart.at_s, values, scale, end_s, steps=chart.steps):
                 paths.append(f'<path class="s{slot}{style}" d="{drawn}"/>')
     if chart.target is not None:
         paths.append(f'<path class="target" d="M0 {_y(scale, chart.target)}H{WIDTH}"/>')
@@ -196,9 +201,8 @@ def _y(scale: Scale, value: float) -> str:
     return _number(HEIGHT * (1.0 - scale.part(value)))
 
 
-def path_of(at_s: Sequence[float], values: Values, scale: Scale, *, steps: bool) -> str:
+def path_of(at_s: Sequence[float], values: Values, scale: Scale, end_s: float, *, steps: bool) -> str:
     """Return a line's path: a new part behind each gap, and a dot for a value that stands alone."""
-    end_s = _end_s(at_s)
     parts: list[str] = []
     open_part, last_y = False, ""
     for place_s, value in zip(at_s, values, strict=False):
@@ -220,12 +224,21 @@ def _told(chart: Chart, place: int) -> list[tuple[str, str]]:
     """Return each line's name and its value at a place, for people."""
     told = []
     for line in chart.lines:
-        value, above = _at(line.values, place), _at(line.above, place)
+        nearest = _nearest(line.at_s, chart.at_s[place]) if line.at_s else place
+        value, above = _at(line.values, nearest), _at(line.above, nearest)
         text = "–" if value is None else chart.form(value)
         if value is not None and above is not None and above > value:
             text += f" + {chart.form(above - value)}"
         told.append((short(line.name), text))
     return told
+
+
+def _nearest(moments: Sequence[float], at_s: float) -> int:
+    """Return the place of the nearest moment, or one behind the last if it is over by then."""
+    if at_s > _end_s(moments):
+        return len(moments)
+    after = bisect_left(moments, at_s)
+    return after - (after > 0 and (after == len(moments) or at_s - moments[after - 1] < moments[after] - at_s))
 
 
 def _at(values: Values, place: int) -> float | None:

@@ -231,7 +231,7 @@ def _charts(report: Mapping[str, Any]) -> str:
         title = f"Over time, {model}" if len(groups) > 1 else "Over time"
         parts.append(f'<h2>{escape(title)} <span class="badge">{_kind(report)}</span></h2>')
         if len(shown) < len(runs):
-            names = ", ".join(short(str(row["name"])) for row, _ in shown)
+            names = "; ".join(short(str(row["name"])) for row, _ in shown)
             parts.append(f'<p class="soft">{len(shown)} of {len(runs)} runs are drawn: {escape(names)}.</p>')
         figures = "".join(figure(chart) for chart in _charts_of(shown, report))
         parts.append(f'<div class="charts">{figures}</div>')
@@ -257,7 +257,8 @@ def shown_runs(runs: Sequence[tuple[RunRow, Mapping[str, Any]]]) -> list[tuple[R
 def _charts_of(runs: Sequence[tuple[RunRow, Mapping[str, Any]]], report: Mapping[str, Any]) -> list[Chart]:
     kind, price = _kind(report).capitalize(), report.get("price_per_hour")
     cost_of = float(price) if price is not None and _is_number(price) else 1.0
-    at_s = max((curves["at_s"] for _, curves in runs), key=lambda moments: moments[-1])
+    longest = max((curves for _, curves in runs), key=lambda curves: float(curves["at_s"][-1]))
+    at_s = longest["at_s"]
     raw_target = report.get("target_ttft_s")
     target = float(raw_target) if raw_target is not None and _is_number(raw_target) else None
 
@@ -265,14 +266,15 @@ def _charts_of(runs: Sequence[tuple[RunRow, Mapping[str, Any]]], report: Mapping
         return [
             ChartLine(
                 str(row["name"]),
-                _on(at_s, curves, name, by),
-                _above(at_s, curves) if name == "replicas" else (),
+                _times(curves, name, by),
+                curves["at_s"],
+                _above(curves) if name == "replicas" else (),
                 bool(row.get("chosen")),
             )
             for row, curves in runs
         ]
 
-    arrivals = ChartLine("requests a second", _on(at_s, runs[0][1], "arrivals_per_s"), strong=True)
+    arrivals = ChartLine("requests a second", _times(longest, "arrivals_per_s", 1.0), strong=True)
     same = "as the file has them, the same in every simulated run" if report.get("simulated") else "as they were sent"
     first = f"{kind}; of the requests that arrived then."
     return [
@@ -289,24 +291,13 @@ def _charts_of(runs: Sequence[tuple[RunRow, Mapping[str, Any]]], report: Mapping
     ]  # fmt: skip
 
 
-def _on(at_s: Sequence[float], curves: Mapping[str, Any], name: str, by: float = 1.0) -> Values:
-    """Return a curve's values at the moments, None where the run has none: runs end at different times."""
-    moments, values = curves["at_s"], curves.get(name) or ()
-    if moments is at_s or list(moments) == list(at_s):
-        return [None if value is None else value * by for value in values]
-    found: list[float | None] = []
-    place, half_s = 0, (moments[-1] - moments[-2]) / 2.0 if len(moments) > 1 else moments[-1]
-    for moment_s in at_s:
-        while place < len(moments) - 1 and abs(moments[place + 1] - moment_s) <= abs(moments[place] - moment_s):
-            place += 1
-        value = values[place] if place < len(values) and moment_s <= moments[-1] + half_s else None
-        found.append(None if value is None else value * by)
-    return found
+def _times(curves: Mapping[str, Any], name: str, by: float) -> Values:
+    return [None if value is None else value * by for value in curves.get(name) or ()]
 
 
-def _above(at_s: Sequence[float], curves: Mapping[str, Any]) -> Values:
+def _above(curves: Mapping[str, Any]) -> Values:
     """Return running and starting replicas together; nothing where none ever starts."""
-    running, starting = _on(at_s, curves, "replicas"), _on(at_s, curves, "starting")
+    running, starting = curves.get("replicas") or (), curves.get("starting") or ()
     if not any(known(starting)):
         return ()
     return [None if one is None else one + (more or 0) for one, more in zip(running, starting, strict=False)]

@@ -51,8 +51,8 @@ def test_times_are_told_in_hours_and_minutes() -> None:
 
 def test_lines_of_counts_have_no_slopes() -> None:
     scale = Scale(0.0, 2.0, (0.0, 2.0))
-    assert path_of([1.0, 3.0, 5.0], [1, 1, 2], scale, steps=True) == "M166.7 150h0H500H833.3V0"
-    assert path_of([1.0, 3.0, 5.0], [1, None, 2], scale, steps=False) == "M166.7 150h0M833.3 0h0"
+    assert path_of([1.0, 3.0, 5.0], [1, 1, 2], scale, 6.0, steps=True) == "M166.7 150h0H500H833.3V0"
+    assert path_of([1.0, 3.0, 5.0], [1, None, 2], scale, 6.0, steps=False) == "M166.7 150h0M833.3 0h0"
 
 
 def test_long_names_are_cut() -> None:

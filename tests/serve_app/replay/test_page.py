@@ -167,10 +167,12 @@ def test_gaps_break_a_line_and_a_lone_value_is_a_dot() -> None:
 
 
 def test_runs_of_other_lengths_share_one_axis() -> None:
-    """A run that ended earlier has no values afterwards."""
+    """A run that ended earlier has no values afterwards; each is drawn at its own moments."""
     report = report_with(["ours", "serve"], points=4)
     report["curves"]["serve"]["at_s"] = [10.0, 30.0, 50.0, 70.0]
-    bands = re.findall(r"<rect [^>]*><title>([^<]*)", page_of(report))
+    html = page_of(report)
+    bands = re.findall(r"<rect [^>]*><title>([^<]*)", html)
+    assert 'class="s1" d="M41.7 ' in html and 'class="s0 strong" d="M125 ' in html
     assert bands[-1] == "3 min 30 s\nours: 1 h\nserve: –" and "serve: 1 h" in bands[-4]
 
 
@@ -182,7 +184,7 @@ def test_more_runs_than_colours_leave_the_chosen_and_the_best() -> None:
     runs = [(row, report["curves"][row["name"]]) for row in report["rows"]]
     assert [row["name"] for row, _ in shown_runs(runs)] == ["run7", "run6", "run5", "run4", "run3", "run2"]
     page = Page(page_of(report))
-    assert "6 of 8 runs are drawn: run7, run6, run5, run4, run3, run2." in page.all("p")
+    assert "6 of 8 runs are drawn: run7; run6; run5; run4; run3; run2." in page.all("p")
     assert [name for name in names if name in page.all("th")] == names
 
 
