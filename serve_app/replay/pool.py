@@ -87,7 +87,7 @@ class SegmentPool:
         return count, blocks
 
     def loadable(self, path: Sequence[int], count: int, blocks: int) -> tuple[int, float]:
-        """Return the blocks that tiers have after a match (see ``match``), and the seconds of a block to load them."""
+        """Return the blocks that tiers have after a match (see ``match``), and the seconds of each of their tokens."""
         if not self.tiers:
             return 0, 0.0
         found, cost = 0, 0.0
@@ -105,6 +105,13 @@ class SegmentPool:
             if most < sizes[segment]:
                 break
         return found, cost / found if found else 0.0
+
+    def fits(self, path: Sequence[int], count: int, blocks: int) -> bool:
+        """Return whether so many blocks can be had while the first ``count`` segments stay."""
+        if blocks <= self.free:
+            return True
+        refs, held = self.refs, self.held
+        return blocks <= self.available - sum(held[segment] for segment in path[:count] if segment not in refs)
 
     def acquire(self, path: Sequence[int], count: int) -> None:
         """Keep the first ``count`` segments from being evicted."""
@@ -129,15 +136,16 @@ class SegmentPool:
         """Return blocks that ``take`` gave and nothing holds."""
         self.free += blocks
 
-    def publish(self, path: Sequence[int], count: int) -> int:
+    def publish(self, path: Sequence[int], count: int) -> tuple[int, int]:
         """Hold a whole prompt, of which ``count`` segments were matched; return the blocks it used of those taken.
 
-        Segments that another sequence has published meanwhile use none.
+        Segments that another sequence has published meanwhile use none. The second number: the prompt's own blocks.
         """
         held, refs, sizes, holders, bit = self.held, self.refs, self._sizes, self.holders, self.bit
-        used = 0
+        used = total = 0
         for place, segment in enumerate(path):
             here, whole = held.get(segment, 0), sizes[segment]
+            total += whole
             if here < whole:
                 used += whole - here
                 if segment in self.idle:  # its tail was evicted while nobody used it
@@ -154,7 +162,7 @@ class SegmentPool:
                 if not before and here:
                     del self.idle[segment]
                     self.idle_blocks -= whole
-        return used
+        return used, total
 
     def grow(self, segment: int, blocks: int) -> int:
         """Hold the first ``blocks`` of a segment as just used, from blocks taken; return how many that used."""
@@ -165,6 +173,7 @@ class SegmentPool:
         if not self.refs.get(segment):
             self.idle_blocks += blocks - here
             self.idle[segment] = None
+            self.idle.move_to_end(segment)
         self._tell(segment, blocks)
         return blocks - here
 
@@ -184,7 +193,9 @@ class SegmentPool:
         """Forget everything: the replica is gone."""
         for segment in list(self.held):
             self._tell(segment, 0)
-        self.held.clear()
+        for each in (self.held, self.refs, self.idle):
+            each.clear()
+        self.free, self.idle_blocks = self.capacity, 0
 
     def _tell(self, segment: int, blocks: int) -> None:
         holders, bit = self.holders, self.bit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import floor
+from math import ceil
 
 from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, QUANTUM_TOKENS
 from serve_app.engine.scheduling.scheduler import AGING_SHARE, PREFILL_S
@@ -17,6 +17,9 @@ from serve_app.replay.pool import SegmentPool
 from serve_app.replay.setup import Rates
 
 NOTHING: tuple[int, int] = (-1, 0)
+
+CLOSE, CLOSE_S = 1e-6, 1e-9
+"""Parts of a step, and seconds, that rounding makes of nothing."""
 
 
 class ReplayJob:
@@ -27,7 +30,7 @@ class ReplayJob:
 
     __slots__ = (
         "arrival_s", "cached_tokens", "count", "grown", "left_tokens", "limit_blocks", "load_s", "number",
-        "output_tokens", "path", "private_blocks", "prompt_tokens", "pulled_blocks", "rank", "started", "tenant",
+        "output_tokens", "path", "private_blocks", "prompt_tokens", "pulled_blocks", "rank", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -40,7 +43,6 @@ class ReplayJob:
         self.left_tokens = prompt_tokens
         self.count = self.private_blocks = self.cached_tokens = self.pulled_blocks = 0
         self.load_s = self.rank = 0.0
-        self.started = False
 
 
 @dataclass(slots=True)
@@ -151,20 +153,30 @@ class ReplayReplica:
         self._rank(job)
         line = self._waiting.get(job.tenant)
         if line is None:
+            self._welcome(job.tenant)
             line = self._waiting[job.tenant] = []
-            least = min((self._served.get(tenant, 0.0) for tenant in self._waiting), default=0.0)
-            self._served[job.tenant] = max(self._served.get(job.tenant, 0.0), least)
         heapq.heappush(line, (job.rank, job.number, job))
         step = self._step
         if step is None:
             # Decoding goes on: the prefill begins with the next step.
             self._count_tokens(now_s)
-            rest = (1.0 - self._v % 1.0) * self.rates.decode_s(self.running) if self.running else 0.0
+            rest = max(ceil(self._v - CLOSE) - self._v, 0.0) * self.rates.decode_s(self.running)
             self._step = _Step(now_s, rest, 1, [], 0)
             self._wake_at(now_s + rest)
         elif step.times > 1 and self._interrupts(job, step):
-            step.times = min(step.times, floor((now_s - step.begun_s) / step.step_s) + 1)
-            self._wake_at(max(step.begun_s + step.times * step.step_s, now_s))
+            self._cut(step, now_s)
+
+    def _welcome(self, tenant: int) -> None:
+        """Let a tenant that had nothing to compute begin where the least served of the others are."""
+        others = {*self._waiting, *(job.tenant for job in self._started)}
+        if others and tenant not in others:
+            least = min(self._served.get(other, 0.0) for other in others)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+
+    def _cut(self, step: _Step, now_s: float) -> None:
+        """End equal steps with the one in progress: the next one is another."""
+        step.times = min(step.times, max(ceil((now_s - step.begun_s) / step.step_s - CLOSE), 1))
+        self._wake_at(max(step.begun_s + step.times * step.step_s, now_s))
 
     @staticmethod
     def _interrupts(job: ReplayJob, step: _Step) -> bool:
@@ -175,9 +187,11 @@ class ReplayReplica:
         """Do what is due."""
         self.due_s = -1.0
         self._count_tokens(now_s)
-        self._end_answers(now_s)
+        ended = self._end_answers(now_s)
         step = self._step
-        if step is not None and step.begun_s + step.times * step.step_s <= now_s + 1e-9:
+        if step is not None and step.times > 1 and ended:
+            self._cut(step, now_s)
+        if step is not None and step.begun_s + step.times * step.step_s <= now_s + CLOSE_S:
             self._step = None
             self._end_step(step, now_s)
         if self._step is None and (self._waiting or self._started):
@@ -202,12 +216,20 @@ class ReplayReplica:
             self._v += (now_s - self._v_s) / token_s if token_s > 0.0 else 1e9
         self._v_s = now_s
 
-    def _end_answers(self, now_s: float) -> None:
+    def _end_answers(self, now_s: float) -> bool:
+        """End the answers that are complete; return whether there are any."""
         decoding = self.decoding
-        while decoding and decoding[0][0] <= self._v + 1e-6:
+        if not decoding:
+            return False
+        token_s = self._token_s()
+        # A moment that cannot be told from now is now, or the clock would stand still.
+        now_v = self._v + CLOSE + (CLOSE_S / token_s if token_s else 0.0)
+        before = self.unfinished
+        while decoding and decoding[0][0] <= now_v:
             job = heapq.heappop(decoding)[2]
             self.running -= 1
             self._end(job, now_s)
+        return self.unfinished < before
 
     def _end(self, job: ReplayJob, now_s: float) -> None:
         pool = self.pool
@@ -242,40 +264,61 @@ class ReplayReplica:
         budget = min(rates.step_tokens - running, max(LEAST_STEP_TOKENS, int(rate * PREFILL_S)))
         if beside_s:
             budget = int(min(budget, max(QUANTUM_TOKENS, rate * (rates.max_itl_s - beside_s))))
-        shares = self._shares(max(budget, 1), now_s)
+        shares, everyone = self._shares(max(budget, 1))
         if not shares:
             return
-        tokens = sum(share for _, share in shares)
+        tokens = sum(shares.values())
         load_s = 0.0
-        for job, _ in shares:
+        for job in shares:
             load_s += job.load_s
             job.load_s = 0.0
-        times = max(1, min(job.left_tokens // share for job, share in shares)) if not load_s else 1
-        self._step = _Step(now_s, tokens / rate + beside_s + load_s, times, shares, tokens)
+        times = 1
+        if everyone and not load_s:
+            times = max(1, min(job.left_tokens // share for job, share in shares.items()))
+        self._step = _Step(now_s, tokens / rate + beside_s + load_s, times, list(shares.items()), tokens)
 
-    def _shares(self, budget: int, now_s: float) -> list[tuple[ReplayJob, int]]:
-        """Hand out a step's tokens: in equal parts to the tenants that wait, least served first, what is left again."""
-        lines: dict[int, list[ReplayJob]] = {}
+    def _shares(self, budget: int) -> tuple[dict[ReplayJob, int], bool]:
+        """Hand out a step's tokens: in equal parts to the tenants that wait, least served first, what is left again.
+
+        The second answer: whether every tenant had its turn.
+        """
+        lines: dict[int, list[ReplayJob]] = {tenant: [] for tenant in self._waiting}
         for job in self._started:
             lines.setdefault(job.tenant, []).append(job)
-        tenants = sorted({*lines, *self._waiting}, key=lambda tenant: self._served.get(tenant, 0.0))
-        shares: list[tuple[ReplayJob, int]] = []
-        most = max(1, budget // QUANTUM_TOKENS)
-        part = max(1, budget // min(len(tenants), most))
-        for tenant in tenants:
-            begun = sorted(lines.get(tenant, ()), key=lambda job: job.rank)
-            room = min(part, budget)
-            while room > 0 and (chosen := self._next(tenant, begun, now_s)) is not None:
-                share = min(room, chosen.left_tokens)
-                shares.append((chosen, share))
-                self._served[tenant] = self._served.get(tenant, 0.0) + share
-                room -= share
-                budget -= share
-            if budget <= 0:
-                break
-        return shares
+        for begun in lines.values():
+            begun.sort(key=lambda job: job.rank)
+        tenants = sorted(lines, key=lambda tenant: self._served.get(tenant, 0.0))
+        shares: dict[ReplayJob, int] = {}
+        everyone = True
+        first = True
+        while budget > 0 and tenants:
+            part = max(1, budget // min(len(tenants), max(1, budget // QUANTUM_TOKENS)))
+            more: list[int] = []
+            for tenant in tenants:
+                room = min(part, budget)
+                if not room:
+                    everyone = everyone and not first
+                    break
+                spent = self._serve(tenant, lines[tenant], room, shares)
+                budget -= spent
+                if spent == room:
+                    more.append(tenant)
+            tenants, first = more, False
+        return shares, everyone
 
-    def _next(self, tenant: int, begun: list[ReplayJob], now_s: float) -> ReplayJob | None:
+    def _serve(self, tenant: int, begun: list[ReplayJob], room: int, shares: dict[ReplayJob, int]) -> int:
+        """Give a tenant's jobs up to ``room`` tokens; return how many."""
+        spent = 0
+        while spent < room and (chosen := self._next(tenant, begun)) is not None:
+            before = shares.get(chosen, 0)
+            share = min(room - spent, chosen.left_tokens - before)
+            shares[chosen] = before + share
+            spent += share
+            if before + share < chosen.left_tokens:
+                begun.insert(0, chosen)
+        return spent
+
+    def _next(self, tenant: int, begun: list[ReplayJob]) -> ReplayJob | None:
         """Return the tenant's next job, started now if it has not yet, or None."""
         line = self._waiting.get(tenant)
         skipped: list[tuple[float, int, ReplayJob]] = []
@@ -310,23 +353,25 @@ class ReplayReplica:
     def _start(self, job: ReplayJob) -> bool:
         """Give a job its blocks, if there are enough, and count what of its prompt is cached now."""
         pool, size = self.pool, self.block_tokens
-        if self.unfinished and self.running + len(self._started) >= self.rates.max_num_seqs:
+        if self.running + len(self._started) >= self.rates.max_num_seqs:
             return False
         count, blocks = pool.match(job.path)
-        pool.acquire(job.path, count)
-        needed = max(-(-(job.prompt_tokens + job.output_tokens) // size) - blocks, 0)
-        if not pool.take(needed):
-            pool.release(job.path[:count])
+        held = min(blocks, job.limit_blocks)
+        needed = max(-(-(job.prompt_tokens + job.output_tokens) // size) - held, 0)
+        if not pool.fits(job.path, count, needed):
             return False
-        more, block_s = pool.loadable(job.path, count, blocks)
-        reused = min(blocks + more, job.limit_blocks)
-        if more and block_s >= size / self.rates.prefill_tokens_per_s:
-            reused, more = min(blocks, job.limit_blocks), 0
+        pool.acquire(job.path, count)
+        pool.take(needed)
+        more, token_s = pool.loadable(job.path, count, blocks)
+        more = min(more, job.limit_blocks - held)
+        if token_s >= 1.0 / self.rates.prefill_tokens_per_s:
+            more = 0
+        reused = held + more
         if job.pulled_blocks > reused:
             job.load_s += (job.pulled_blocks - reused) * size / self.rates.pull_tokens_per_s
             reused = min(job.pulled_blocks, job.limit_blocks)
-        job.load_s += more * block_s
-        job.private_blocks, job.count, job.started = needed, count, True
+        job.load_s += more * size * token_s
+        job.private_blocks, job.count = needed, count
         left = max(job.prompt_tokens - reused * size, 1)
         self.queued_tokens += left - job.left_tokens
         job.left_tokens, job.cached_tokens = left, reused * size
@@ -340,6 +385,7 @@ class ReplayReplica:
         done: list[ReplayJob] = []
         for job, share in step.shares:
             tokens = min(share * step.times, job.left_tokens)
+            self._served[job.tenant] = self._served.get(job.tenant, 0.0) + tokens
             job.left_tokens -= tokens
             self.queued_tokens -= tokens
             if job.left_tokens <= 0:
@@ -348,7 +394,10 @@ class ReplayReplica:
                 self._rank(job)
         for job in done:
             self._started.remove(job)
-            job.private_blocks -= self.pool.publish(job.path, job.count)
+            used, own = self.pool.publish(job.path, job.count)
+            kept = -(-(job.prompt_tokens + job.output_tokens) // self.block_tokens) - own
+            self.pool.give(job.private_blocks - used - kept)  # copies of what another one has published meanwhile
+            job.private_blocks = kept
             for segment in job.path[job.count :]:
                 if self.computing.get(segment) == job.number:
                     del self.computing[segment]
