@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS
 from serve_app.replay.pool import Holders, SegmentPool, TierStore
 from serve_app.replay.replica import NOTHING, ReplayJob, ReplayReplica
 from serve_app.replay.setup import CacheTier, Rates
@@ -179,7 +180,7 @@ def test_every_job_is_answered_once(
 
 
 @settings(max_examples=80, deadline=None)
-@given(traffics(), RATES, st.booleans(), st.integers(0, 400))
+@given(traffics(tenants=1), RATES, st.booleans(), st.integers(0, 400))
 def test_equal_steps_in_a_row_are_as_step_by_step(
     traffic: tuple[list[int], list[Came]], rates: Rates, shortest_first: bool, spare: int
 ) -> None:
@@ -195,6 +196,20 @@ def test_equal_steps_in_a_row_are_as_step_by_step(
     assert fast.first == pytest.approx(slow.first, abs=1e-6)
     assert fast.ends == pytest.approx(slow.ends, abs=1e-6)
     assert fast.cached == slow.cached
+
+
+@settings(max_examples=60, deadline=None)
+@given(traffics(tenants=3), st.booleans())
+def test_equal_steps_of_several_tenants_are_as_step_by_step(
+    traffic: tuple[list[int], list[Came]], shortest_first: bool
+) -> None:
+    """Which tenant gets a step's odd token may differ, so a first token moves by a step of each tenant at most."""
+    sizes, requests = traffic
+    worlds = [World(Rates(5000.0), sizes, 20_000, kind, shortest_first) for kind in (ReplayReplica, StepByStep)]
+    for world in worlds:
+        world.run(requests)
+    fast, slow = worlds
+    assert fast.first == pytest.approx(slow.first, abs=3 * LEAST_STEP_TOKENS / 5000.0 + 1e-6)
 
 
 def test_a_lone_request_takes_its_tokens_at_the_rate() -> None:
