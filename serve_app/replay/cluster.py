@@ -17,14 +17,18 @@ import numpy.typing as npt
 from router.load import Floats
 from router.observe import RecentTimes, RequestTimes
 from router.protocol.autoscaling import ReplicaFigures
+from serve_app.replay.copies import hand_over, warm
 from serve_app.replay.pool import Holders, SegmentPool, TierStore
 from serve_app.replay.prompts import ModelTraffic
 from serve_app.replay.replica import ReplayJob, ReplayReplica
+from serve_app.replay.reuse import ReusedSegments
 from serve_app.replay.router import ReplayRouter
 from serve_app.replay.setup import CacheTier, Setup
 
 SAMPLES = 400
 """Moments of a run at which its replicas and queue are noted."""
+RECENT_S = 600.0
+"""Rules may ask for first tokens so long ago."""
 
 
 @dataclass(slots=True)
@@ -117,7 +121,8 @@ class ReplayCluster:
         self._times = RequestTimes()
         self._recent: deque[tuple[float, float]] = deque()
         self._shared_tiers = {tier: self._store(tier) for tier in setup.tiers if tier.shared}
-        self._reused: dict[int, int] = {}
+        self._reused = ReusedSegments(prompts.sizes)
+        self._parents: Sequence[int] | None = None
         self.wanted = 0
         count = len(prompts)
         self.result = Replayed(
@@ -156,8 +161,7 @@ class ReplayCluster:
 
     def demand(self, now_s: float) -> tuple[RecentTimes, int]:
         """See ``PoolView``."""
-        hot = sum(self._prompts.sizes[segment] for segment, uses in self._reused.items() if uses >= 3)
-        return self._times.recent(now_s), hot * self._size
+        return self._times.recent(now_s), self._reused.blocks(now_s) * self._size
 
     def ongoing(self) -> int:
         """See ``PoolView``."""
@@ -169,8 +173,6 @@ class ReplayCluster:
 
     def recent_ttft_s(self, now_s: float, window_s: float) -> list[float]:
         """See ``PoolView``."""
-        while self._recent and self._recent[0][0] < now_s - 600.0:
-            self._recent.popleft()
         return [ttft_s for at_s, ttft_s in self._recent if at_s >= now_s - window_s]
 
     def recent_tpot_s(self, now_s: float, window_s: float) -> list[float]:
@@ -204,7 +206,7 @@ class ReplayCluster:
                 if what.due_s == moment_s:
                     what.tick(moment_s)
                 continue
-            over = place == count and not self.ongoing()
+            over = place == count and not self._awaited(bool(events))
             if what == "sample":
                 self._sample(moment_s)
                 if not over:
@@ -225,6 +227,10 @@ class ReplayCluster:
             result.replica_s += max(end_s - life.born_s, 0.0)
         self._progress(count)
         return result
+
+    def _awaited(self, more: bool) -> bool:
+        """Return whether there are requests, and something may still answer them. ``more``: events are to come."""
+        return self.ongoing() > len(self._held_back) or bool(self._held_back and (more or self._rule is not None))
 
     def _at(self, moment_s: float, what: object) -> None:
         self._order += 1
@@ -253,6 +259,7 @@ class ReplayCluster:
         self.result.predicted_tokens[job.number] = decision.predicted_blocks * self._size
         if self._rule is not None:
             self._times.add(decision.estimated_ttft_s, decision.own_s, now_s)
+            self._reused.add(job.path, decision.best_blocks, now_s)
         self._router.begun(job, replica)
         replica.submit(job, now_s)
 
@@ -264,6 +271,8 @@ class ReplayCluster:
         result.served_by[number] = self._lives[replica.name].number
         if self._rule is not None:
             self._recent.append((now_s, ttft_s))
+            while self._recent[0][0] < now_s - RECENT_S:
+                self._recent.popleft()
         self._router.computed(job, replica)
 
     def _ended(self, replica: ReplayReplica, job: ReplayJob, now_s: float) -> None:
@@ -361,42 +370,15 @@ class ReplayCluster:
         return min(held * self._size / rates.pull_tokens_per_s, self.setup.warm_join_s)
 
     def _warm(self, replica: ReplayReplica) -> None:
-        """Copy what the others used last, parents first, as much as the time and the pool allow."""
-        rates = self.setup.rates
-        budget = min(int(rates.pull_tokens_per_s * self.setup.warm_join_s) // self._size, replica.pool.free)
-        others = [life.replica for life in self._lives.values() if life.running and life.replica is not replica]
-        for segment in _hottest(others):
-            blocks = self._prompts.sizes[segment]
-            if blocks > budget:
-                break
-            budget -= blocks
-            replica.pool.take(blocks)
-            replica.pool.grow(segment, blocks)
+        others = [life.replica.pool for life in self._lives.values() if life.running and life.replica is not replica]
+        warm(replica.pool, others, self._copied_blocks(self.setup.warm_join_s))
 
     def _hand_over(self, leaving: ReplayReplica) -> None:
-        """Give what only this replica holds to the others, to the one with most room each, hottest first."""
-        rates, whole = self.setup.rates, self._holders.whole
-        budget = int(rates.pull_tokens_per_s * self.setup.hand_over_s) // self._size
-        others = [life.replica for life in self._lives.values() if life.running and not life.leaving]
-        for segment in _hottest([leaving]):
-            blocks = leaving.pool.held[segment]
-            if not others or blocks > budget:
-                break
-            if whole.get(segment, 0) & ~leaving.pool.bit or blocks < self._prompts.sizes[segment]:
-                continue
-            receiver = max(others, key=lambda replica: replica.pool.free)
-            if receiver.pool.free < blocks:
-                break
-            budget -= blocks
-            receiver.pool.take(blocks)
-            receiver.pool.grow(segment, blocks)
+        if self._parents is None:
+            self._parents = self._prompts.parents()
+        others = [life.replica.pool for life in self._lives.values() if life.running and not life.leaving]
+        blocks = self._copied_blocks(self.setup.hand_over_s)
+        hand_over(leaving.pool, others, self._holders, self._parents, self._prompts.sizes, blocks)
 
-
-def _hottest(replicas: Sequence[ReplayReplica]) -> list[int]:
-    """Return the replicas' segments, those in use and the last used first, so that a parent comes before its child."""
-    found: dict[int, None] = {}
-    for replica in replicas:
-        found.update(dict.fromkeys(replica.pool.refs))
-    for replica in replicas:
-        found.update(dict.fromkeys(segment for segment in reversed(replica.pool.idle)))
-    return list(found)
+    def _copied_blocks(self, seconds: float) -> int:
+        return int(self.setup.rates.pull_tokens_per_s * seconds) // self._size
