@@ -205,6 +205,7 @@ class ReplayCluster:
             if isinstance(what, ReplayReplica):
                 if what.due_s == moment_s:
                     what.tick(moment_s)
+                    self._router.loads.changed(what)
                 continue
             over = place == count and not self._awaited(bool(events))
             if what == "sample":
@@ -262,6 +263,7 @@ class ReplayCluster:
             self._reused.add(job.path, decision.best_blocks, now_s)
         self._router.begun(job, replica)
         replica.submit(job, now_s)
+        self._router.loads.changed(replica)
 
     def _first_token(self, replica: ReplayReplica, job: ReplayJob, now_s: float) -> None:
         number, result = job.number, self.result

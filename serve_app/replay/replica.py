@@ -127,6 +127,15 @@ class ReplayReplica:
             return queued, queued
         return queued, min(queued, step.tokens - done % step.tokens if step.tokens else 0)
 
+    def progress(self) -> tuple[int, float, float, int, int]:
+        """Return the tokens queued at the last step's end, when the present steps began, their tokens a second and in
+        all, and those of one: what ``load`` counts with.
+        """
+        step = self._step
+        if step is None or not step.tokens or not step.step_s:
+            return self.queued_tokens, 0.0, 0.0, 0, 0
+        return self.queued_tokens, step.begun_s, step.tokens / step.step_s, step.tokens * step.times, step.tokens
+
     @property
     def waiting(self) -> int:
         """Jobs without a first token."""

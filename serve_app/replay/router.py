@@ -21,6 +21,8 @@ from serve_app.replay.pool import Holders
 from serve_app.replay.replica import ReplayJob, ReplayReplica
 from serve_app.replay.setup import Setup
 
+MASKS_KEPT = 50_000
+
 
 class ReplayDecision(NamedTuple):
     """The chosen replica, the blocks it was expected to have, to pull, and the seconds of its first token."""
@@ -45,7 +47,6 @@ class ModelledLoads(LoadTable):
         for column in ("queued_tokens", "committed_tokens", "overtakable_tokens", "waiting", "falloff", "running"):
             setattr(self, column, np.zeros(rows))
         self.seconds_per_token = np.full(rows, 1.0 / setup.rates.prefill_tokens_per_s)
-        self.ranked_s = np.full(rows, 1.0 / setup.rates.prefill_tokens_per_s)
         self.full = np.zeros(rows, np.bool_)
         self.seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in self.replica_ids], np.uint64)
         pull = setup.rates.pull_tokens_per_s
@@ -55,29 +56,51 @@ class ModelledLoads(LoadTable):
         for each in self.replicas.values():
             each.pulls, each.pull_pace = bool(pull), pace
         self._rate = setup.rates.prefill_tokens_per_s
+        self._shortest_first = setup.shortest_first
+        self._base, self._begun_s, self._per_s, self._most, self._step, self._least = np.zeros((6, rows))
+        self._modulus = np.ones(rows)
+        self._dirty = set(self.replica_ids)
+        self.ranked_s = self.seconds_per_token
+
+    def changed(self, replica: ReplayReplica) -> None:
+        """Note that a replica's work is another than before."""
+        self._dirty.add(replica.name)
 
     def refresh(self, now_s: float) -> None:
-        """Write every replica's present load."""
-        for row, source in enumerate(self.sources):
-            load = self.replicas[source.name]
-            if not source.unfinished and not load.waiting and not load.running:
-                continue
-            queued, committed = source.load(now_s)
-            running, waiting = source.running, source.unfinished - source.running
-            if running != load.running:
-                load.running = running
-                self.running[row] = running
-                load.seconds_per_token = per_token = seconds_per_token(self._rate, running)
-                self.seconds_per_token[row] = per_token
-            others = queued - committed
-            load.queued_tokens, load.committed_tokens, load.waiting = queued, committed, waiting
-            load.falloff = falloff = -max(waiting - 1 if committed else waiting, 1) / others if others else 0.0
-            self.queued_tokens[row] = queued
-            self.committed_tokens[row] = committed
-            self.overtakable_tokens[row] = others
-            self.waiting[row] = waiting
-            self.falloff[row] = falloff
-        self.ranked_s = self.seconds_per_token
+        """Write every replica's present load: those that changed, and how far all have come since."""
+        dirty = self._dirty
+        while dirty:
+            load = self.replicas.get(dirty.pop())
+            if load is not None:
+                self._take_work(load, self.sources[load.row])
+        done = (now_s - self._begun_s) * self._per_s
+        np.minimum(done, self._most, done)
+        np.floor(done, done)
+        queued = np.maximum(self._base - done, self._least)
+        committed = np.minimum(queued, self._step - np.mod(done, self._modulus)) if self._shortest_first else queued
+        self.queued_tokens, self.committed_tokens = queued, committed
+        self.overtakable_tokens = others = queued - committed
+        jobs = np.maximum(self.waiting - (committed > 0.0), 1.0)
+        self.falloff = np.divide(-jobs, others, out=np.zeros(len(others)), where=others > 0.0)
+
+    def _take_work(self, load: ReplicaLoad, source: ReplayReplica) -> None:
+        row, running = load.row, source.running
+        self._base[row], self._begun_s[row], self._per_s[row], self._most[row], step = source.progress()
+        self._step[row], self._modulus[row] = step, step or 1
+        self._least[row] = 1.0 if step else 0.0
+        self.waiting[row] = source.unfinished - running
+        if running != load.running:
+            load.running = running
+            self.running[row] = running
+            load.seconds_per_token = per_token = seconds_per_token(self._rate, running)
+            self.seconds_per_token[row] = per_token
+
+    def written(self, replica_id: str) -> None:
+        """Write a replica's row to its plain numbers, which estimates read."""
+        load = self.replicas[replica_id]
+        row = load.row
+        load.queued_tokens, load.committed_tokens = int(self.queued_tokens[row]), int(self.committed_tokens[row])
+        load.waiting, load.falloff = int(self.waiting[row]), float(self.falloff[row])
 
 
 class ReplayRouter:
@@ -90,6 +113,7 @@ class ReplayRouter:
         self._turn = 0
         self._scoring = PolicySettings(shortest_first=setup.shortest_first)
         self._names: dict[int, str] = {}
+        self._of_mask: dict[int, tuple[str, ...]] = {}
         self._rows: dict[str, ReplayReplica] = {}
         self._pending: dict[int, dict[int, int]] = {}
         self.loads = ModelledLoads((), setup)
@@ -101,33 +125,43 @@ class ReplayRouter:
             load.seconds_per_token = 1.0 / self._setup.rates.prefill_tokens_per_s
         self._rows = {replica.name: replica for replica in replicas}
         self._names = {replica.pool.bit: replica.name for replica in replicas}
+        self._of_mask.clear()
 
     def matches(self, path: Sequence[int], limit_blocks: int) -> dict[str, int]:
         """Return the tokens of a prompt's beginning by the name of each replica that holds some."""
         found: dict[str, int] = {}
         whole, some, sizes = self._holders.whole, self._holders.some, self._sizes
         blocks, mask = 0, -1
+        parts_found: list[tuple[str, int]] = []
         for segment in path:
             here = whole.get(segment, 0) & mask
             parts = some.get(segment)
             if parts:
-                for bit, count in parts.items():
-                    if bit & mask:
-                        self._note(found, bit, min(blocks + count, limit_blocks))
-            if mask != -1 and (gone := mask & ~here):
-                self._note_all(found, gone, min(blocks, limit_blocks))
+                parts_found += [
+                    (self._names[bit], min(blocks + count, limit_blocks) * self._size)
+                    for bit, count in parts.items()
+                    if bit & mask and bit in self._names
+                ]
+            if mask != -1 and (gone := mask & ~here) and blocks:
+                found.update(dict.fromkeys(self._named(gone), min(blocks, limit_blocks) * self._size))
             mask = here
             if not mask:
-                return found
+                break
             blocks += sizes[segment]
-        self._note_all(found, mask if mask != -1 else 0, min(blocks, limit_blocks))
+        if mask > 0 and blocks:
+            found.update(dict.fromkeys(self._named(mask), min(blocks, limit_blocks) * self._size))
+        for name, count in parts_found:
+            found[name] = max(found.get(name, 0), count)
         return found
 
-    def _note_all(self, found: dict[str, int], mask: int, blocks: int) -> None:
-        while mask:
-            bit = mask & -mask
-            mask ^= bit
-            self._note(found, bit, blocks)
+    def _named(self, mask: int) -> tuple[str, ...]:
+        """Return the names of the replicas of a mask that take requests."""
+        names = self._of_mask.get(mask)
+        if names is None:
+            if len(self._of_mask) > MASKS_KEPT:
+                self._of_mask.clear()
+            names = self._of_mask[mask] = tuple(name for bit, name in self._names.items() if bit & mask)
+        return names
 
     def _note(self, found: dict[str, int], bit: int, blocks: int) -> None:
         name = self._names.get(bit)
@@ -158,14 +192,18 @@ class ReplayRouter:
         self._turn += 1
         path = job.path
         match = self.matches(path, job.limit_blocks)
+        pending = self._in_flight(path, job.limit_blocks) if self._pending else {}
+        for name in pending:
+            loads.written(name)
         request = RoutedRequest(
             "", b"", job.prompt_tokens, (path[1 if len(path) > 1 else 0] if path else job.number).to_bytes(8, "little")
         )
         view = RoutingView(
             request, match, loads, self._turn, self._rng, self._scoring, (),
-            self._in_flight(path, job.limit_blocks) if self._pending else {}, None, None, now_s,
+            pending, None, None, now_s,
         )  # fmt: skip
         chosen = self._rank(view, 1)[0].replica_id
+        loads.written(chosen)
         expected = estimate(view, chosen)
         per_token = loads.replicas[chosen].seconds_per_token
         replica = self._rows[chosen]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import multiprocessing
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, sqrt
 from typing import Any
 
@@ -14,13 +12,16 @@ import numpy as np
 
 from serve_app.config.app import AutoscalingConfig
 from serve_app.replay.cluster import ReplayCluster, Replayed, ScalingRule
-from serve_app.replay.outcome import figures_of
+from serve_app.replay.forked import forked
+from serve_app.replay.outcome import attainment, figures_of
 from serve_app.replay.prompts import ModelTraffic
 from serve_app.replay.rules import FixedRule, LlmdRule, OracleRule, OurRule, RayTtftRule, ScaleBounds, ServeRule
 from serve_app.replay.setup import Setup
 
-RUNS = 7
+RUNS = 8
 """Simulations a rule, to find its cheapest setting."""
+FIRMEST = 0.1
+"""The least part of the target that our rule is given; a stricter setting has more replicas at least."""
 WINDOW_S = 120.0
 """The oracle plans by windows of so many seconds."""
 
@@ -51,13 +52,12 @@ class Tried:
 
 
 class Search:
-    """Runs rules over one model's requests. ``told``: hears of each run's name."""
+    """Runs rules over one model's requests."""
 
-    def __init__(
-        self, prompts: ModelTraffic, setup: Setup, goal: ScalingGoal, told: Callable[[str], object] = lambda _: None
-    ) -> None:
-        self._prompts, self._setup, self._goal, self._told = prompts, setup, goal, told
+    def __init__(self, prompts: ModelTraffic, setup: Setup, goal: ScalingGoal) -> None:
+        self._prompts, self._setup, self._goal = prompts, setup, goal
         self._work: list[float] | None = None
+        self._reachable = 0.0
 
     def rule(self, name: str, setting: float) -> tuple[ScalingRule, int]:
         """Return a rule at a setting, and the replicas it starts with: as many as it needs at the beginning."""
@@ -66,7 +66,8 @@ class Search:
         work = self.work()
         first = bounds.within(max(1, ceil(work[0] + sqrt(work[0]))))
         if name == OURS:
-            return OurRule(self.autoscaling(setting)), first
+            settings = self.autoscaling(setting)
+            return OurRule(settings), max(first, settings.min_replicas)
         if name == SERVE:
             return ServeRule(bounds, setting), first
         if name == RAY_TTFT:
@@ -79,10 +80,13 @@ class Search:
         return OracleRule(plan, WINDOW_S, self._setup.start_s), plan[0]
 
     def autoscaling(self, setting: float) -> AutoscalingConfig:
-        """Return our rule's settings for a part of the target."""
+        """Return our rule's settings: for a part of the target, and below ``FIRMEST`` for more ``min_replicas``."""
         goal = self._goal
+        more = round((goal.most - goal.least) * max(FIRMEST - setting, 0.0) / FIRMEST)
         return AutoscalingConfig(
-            min_replicas=goal.least, max_replicas=goal.most, target_ttft_s=round(goal.ttft_s * setting, 3)
+            min_replicas=goal.least + more,
+            max_replicas=goal.most,
+            target_ttft_s=round(goal.ttft_s * max(setting, FIRMEST), 3),
         )
 
     def work(self) -> list[float]:
@@ -91,6 +95,7 @@ class Search:
             rates, prompts = self._setup.rates, self._prompts
             setup = replace(self._setup, name="work", replicas=self._goal.most)
             result = ReplayCluster(prompts, setup).run()
+            self._reachable = attainment(result, self._goal.ttft_s)
             windows = int(prompts.arrival_s[-1] // WINDOW_S) + 1 if len(prompts) else 1
             place = (prompts.arrival_s // WINDOW_S).astype(np.int64)
             prefill_s = (prompts.prompt_tokens - result.cached_tokens) / rates.prefill_tokens_per_s
@@ -103,7 +108,6 @@ class Search:
         """Simulate one rule at one setting."""
         rule, first = self.rule(name, setting)
         result = ReplayCluster(self._prompts, self._setup, rule, first=first).run()
-        self._told(f"{name} {setting:.3g}")
         return Tried(
             name,
             setting,
@@ -112,6 +116,11 @@ class Search:
             self.settings_of(name, setting),
             result,
         )
+
+    def reachable(self) -> float:
+        """Return the part of the requests within the target if there are always ``most`` replicas."""
+        self.work()
+        return self._reachable
 
     def settings_of(self, name: str, setting: float) -> dict[str, Any]:
         """Return what a settings file says for a rule; {} where no file can."""
@@ -125,13 +134,14 @@ class Search:
             return {"autoscaling_config": {**bounds, "target_ongoing_requests": round(setting, 2)}}
         return {}
 
-    def cheapest(self, name: str) -> list[Tried]:
+    def cheapest(self, name: str, progress: Callable[[int], object] = lambda _: None) -> list[Tried]:
         """Return the rule's runs, first the cheapest that meets the goal, or that which comes nearest."""
         low, high, falls = self._range(name)
         tried: list[Tried] = []
 
         def good(setting: float) -> bool:
             tried.append(self.run(name, setting))
+            progress(len(tried))
             return bool(tried[-1].figures["within_target"] >= self._goal.part)
 
         # ``falls``: a larger setting means fewer replicas, so the largest good one is looked for; else the smallest.
@@ -140,12 +150,19 @@ class Search:
             for _ in range(RUNS - 2):
                 if name == FIXED and abs(strict - loose) <= 1.0:
                     break
-                middle = round((strict + loose) / 2) if name == FIXED else sqrt(max(strict, 1e-3) * max(loose, 1e-3))
+                middle = self._between(name, strict, loose)
                 if good(middle):
                     strict = middle
                 else:
                     loose = middle
         return sorted(tried, key=self._rank)
+
+    def _between(self, name: str, strict: float, loose: float) -> float:
+        if name == FIXED:
+            return round((strict + loose) / 2)
+        if name == OURS and loose > FIRMEST:
+            return FIRMEST if strict < FIRMEST else sqrt(strict * loose)
+        return (strict + loose) / 2 if name == OURS else sqrt(max(strict, 1e-3) * max(loose, 1e-3))
 
     def _rank(self, one: Tried) -> tuple[float, float]:
         met = one.figures["within_target"] >= self._goal.part
@@ -154,7 +171,7 @@ class Search:
     def _range(self, name: str) -> tuple[float, float, bool]:
         """Return the least and the largest setting, and whether a larger one means fewer replicas."""
         if name == OURS:
-            return 0.1, 2.0, True
+            return 0.0, 2.0, True
         if name == SERVE:
             return 1.0, float(self._setup.rates.max_num_seqs), True
         if name == RAY_TTFT:
@@ -167,33 +184,12 @@ class Search:
 
 
 def search(
-    prompts: ModelTraffic,
-    setup: Setup,
-    goal: ScalingGoal,
+    found: Search,
     rules: Sequence[str] = SCALING_RULES,
-    told: Callable[[str], object] = lambda _: None,
-    processes: int | None = None,
+    told: Callable[[Sequence[int]], object] = lambda _: None,
+    processes: int = 0,
 ) -> dict[str, list[Tried]]:
-    """Return each rule's runs, the best first. Rules are simulated side by side, in processes that share the file."""
-    shared = Search(prompts, setup, goal, told)
-    shared.work()
-    count = min(processes or os.cpu_count() or 1, len(rules))
-    if count <= 1:
-        return {name: shared.cheapest(name) for name in rules}
-    global _SHARED
-    _SHARED = shared
-    with concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
-        running = {pool.submit(_cheapest, name): name for name in rules}
-        found: dict[str, list[Tried]] = {}
-        for done in concurrent.futures.as_completed(running):
-            found[running[done]] = done.result()
-            told(running[done])
-    return {name: found[name] for name in rules}
-
-
-_SHARED: Search | None = None
-
-
-def _cheapest(name: str) -> list[Tried]:
-    assert _SHARED is not None
-    return _SHARED.cheapest(name)
+    """Return each rule's runs, the best first. ``told`` hears the number of runs of each rule."""
+    found.work()
+    calls = [partial(found.cheapest, name) for name in rules]
+    return dict(zip(rules, forked(calls, told, processes), strict=True))
