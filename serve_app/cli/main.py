@@ -15,6 +15,7 @@ from serve_app.cli.commands import bench, keys, prompts, tenants
 from serve_app.cli.commands.check import check, doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
+from serve_app.cli.commands.replay import replay
 from serve_app.cli.commands.stop import stop
 from serve_app.cli.console import Commands, console, fail
 from serve_app.cli.supervisor import (
@@ -89,6 +90,7 @@ app.add_typer(bench.app, name="bench", rich_help_panel=PLANNING)
 app.command(rich_help_panel="Serving")(stop)
 app.command(rich_help_panel="Serving")(infer)
 app.command(rich_help_panel=PLANNING)(plan)
+app.command(rich_help_panel=PLANNING)(replay)
 app.command(rich_help_panel=TROUBLE)(doctor)
 
 

@@ -65,7 +65,6 @@ def replay(
     from rich.progress import Progress
 
     from serve_app.errors import unread
-    from serve_app.replay.page import write_page
     from serve_app.replay.simulated import ReplayPlan, replay_report
     from serve_app.request_files import TraceError
     from serve_app.traffic.reader import read_traffic
@@ -116,6 +115,8 @@ def replay(
     report["file"] = ", ".join(str(file) for file in files)
     report["made_at"] = datetime.now(UTC).isoformat(timespec="seconds")
     if html is not None:
+        from serve_app.replay.page import write_page
+
         try:
             write_page(report, html)
         except OSError as error:
