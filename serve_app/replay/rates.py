@@ -88,7 +88,7 @@ def recorded_rates(
             prefill = fitted
     if prefill <= 0.0:
         return None
-    step_s, each_s = known.decode_step_s, known.decode_each_s
+    step_s, each_s = max(known.decode_step_s - known.decode_each_s, 0.0), known.decode_each_s
     if not step_s:
         answered = timed & (output_tokens > 1) & ~np.isnan(duration_s)
         if answered.sum() >= ENOUGH:

@@ -23,9 +23,12 @@ from serve_app.replay.prompts import ModelTraffic, answers_of
 from serve_app.replay.rates import card_rates, recorded_rates, with_rates
 from serve_app.replay.search import FIXED, OURS, RUNS, SCALING_RULES, ScalingGoal, Search, Tried, search
 from serve_app.replay.setup import CacheTier, Rates, Setup
-from serve_app.replay.verdict import of_rules, of_setups, settings_of
+from serve_app.replay.verdict import of_rules, of_setups, of_truth, settings_of
 from serve_app.traffic.record import RecordedModel
 from serve_app.traffic.workload import Workload
+
+AGAIN = "recorded, simulated"
+"""The row that simulates what was recorded, with its policy and replicas: it shows how far to trust the others."""
 
 Told = Callable[[int], object]
 """Hears how many requests, or runs, are simulated."""
@@ -71,12 +74,18 @@ def model_traffic(
 
 
 def side_by_side(
-    traffic: ModelTraffic, setups: Sequence[Setup], target_ttft_s: float, told: Told, processes: int = 0
+    traffic: ModelTraffic,
+    setups: Sequence[Setup],
+    target_ttft_s: float,
+    told: Told,
+    processes: int = 0,
+    forced: Sequence[tuple[float, int]] = (),
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Return a row and curves for each setup."""
+    """Return a row and curves for each setup. ``forced``: moments and replicas of the one named ``AGAIN``."""
 
     def one(setup: Setup, progress: Callable[[int], object]) -> tuple[dict[str, Any], dict[str, Any]]:
-        result = ReplayCluster(traffic, setup, progress=progress).run()
+        sizes = forced if setup.name == AGAIN else ()
+        result = ReplayCluster(traffic, setup, forced=sizes, progress=progress).run()
         return figures_of(traffic, result, target_ttft_s), curves_of(traffic, result)
 
     found = forked([partial(one, setup) for setup in setups], lambda done: told(sum(done)), processes)
@@ -184,6 +193,31 @@ class ModelReplay:
             hand_over=plan.copies,
         )
         self.recorded = self._recorded()
+        self.sizes = [(each.at_s, each.replicas) for each in workload.changes if each.model in ("", model)]
+
+    def _as_recorded(self) -> tuple[Setup | None, list[tuple[float, int]]]:
+        """Return the setup of the recorded run and its changes of replicas; None where the file does not tell them."""
+        if self.recorded is None or self.recorded["hit_rate"] is None or not (self._facts.replicas or self.sizes):
+            return None, []
+        before = [count for at_s, count in self.sizes if at_s <= 0.0]
+        first = before[-1] if before else self._facts.replicas or self.sizes[0][1]
+        policy = self._facts.policy if self._facts.policy in POLICY_NAMES else DEFAULT_POLICY
+        setup = replace(
+            self.setup,
+            name=AGAIN,
+            replicas=first,
+            policy=policy,
+            pool_tokens=self._facts.pool_tokens or self.setup.pool_tokens,
+        )
+        return setup, [(at_s, count) for at_s, count in self.sizes if at_s > 0.0]
+
+    def _usual(self) -> int:
+        """Return the replicas that the file had for the longest time, 0 if it does not tell."""
+        ends = [at_s for at_s, _ in self.sizes[1:]] + [float(self.traffic.arrival_s[-1])]
+        spans: dict[int, float] = {}
+        for (at_s, count), end_s in zip(self.sizes, ends, strict=False):
+            spans[count] = spans.get(count, 0.0) + max(end_s - max(at_s, 0.0), 0.0)
+        return max(spans, key=lambda count: spans[count], default=self._facts.replicas)
 
     def _rates(self) -> tuple[Rates, int]:
         plan, facts, chosen, file = self._plan, self._facts, self._chosen, self._workload
@@ -247,15 +281,20 @@ class ModelReplay:
     def _side_by_side(self, told: Callable[[str, int, int], object]) -> tuple[list[Any], Curves, list[str], str]:
         plan = self._plan
         setups = self._setups()
+        again, forced = self._as_recorded()
+        if again is not None:
+            setups = [again, *setups]
         total = len(setups) * len(self.traffic)
         rows, curves = side_by_side(
             self.traffic, setups, plan.ttft_s, lambda done: told(f"simulating {self._model}", done, total),
-            plan.processes,
+            plan.processes, forced,
         )  # fmt: skip
         for row, setup in zip(rows, setups, strict=True):
             row |= {"replicas": setup.replicas, "pool_tokens": setup.pool_tokens}
-        verdict = of_setups(rows, unlimited_hit_rate(self.traffic), plan.ttft_s, plan.part)
-        meets = [row for row in rows if row["within_target"] >= plan.part]
+        verdict = [] if again is None or self.recorded is None else of_truth(self.recorded, rows[0])
+        compared = [row for row in rows if row["name"] != AGAIN]
+        verdict += of_setups(compared, unlimited_hit_rate(self.traffic), plan.ttft_s, plan.part)
+        meets = [row for row in compared if row["within_target"] >= plan.part]
         chosen = min(meets, key=lambda row: (row["replica_hours"], row["ttft_mean_s"]), default=None)
         for row in rows:
             row["chosen"] = row is chosen
@@ -264,7 +303,7 @@ class ModelReplay:
     def _setups(self) -> list[Setup]:
         """Return the setups that stand side by side, each with a name that says what is its own."""
         plan, first = self._plan, self.setup
-        replicas = plan.replicas or (self._facts.replicas or self._enough(),)
+        replicas = plan.replicas or (self._usual() or self._enough(),)
         pools, hosts = plan.pool_tokens or (first.pool_tokens,), plan.host_tokens or (0,)
         setups = []
         for policy, count, pool, host in product(plan.policies, replicas, pools, hosts):

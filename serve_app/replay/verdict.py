@@ -49,6 +49,14 @@ def of_setups(rows: Sequence[Figures], unlimited: float, ttft_s: float, part: fl
     return said
 
 
+def of_truth(recorded: Figures, again: Figures) -> list[str]:
+    """Return how far the simulation of the recorded run is from what was recorded."""
+    parts = [f"hit rate {again['hit_rate']:.1%} for {recorded['hit_rate']:.1%}"]
+    for name, words in (("ttft_mean_s", "mean TTFT"), ("ttft_p90_s", "p90")):
+        parts.append(f"{words} {seconds(again[name])} for {seconds(recorded[name])}")
+    return [f"The recorded run, simulated: {', '.join(parts)}."]
+
+
 def of_rules(best: Mapping[str, Tried], ttft_s: float, part: float, price: float | None) -> list[str]:
     """Return sentences on rules of autoscaling."""
     goal = f"{part:.1%} of the requests within {seconds(ttft_s)}"

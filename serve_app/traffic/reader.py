@@ -112,7 +112,7 @@ def _header(path: Path, number: int, line: bytes) -> Header:
 
 
 def _read(path: Path, size: int, coarser: int, columns: _Columns) -> None:
-    started_s, place = 0.0, -1
+    started_s, place, recorded = 0.0, -1, False
     previous: tuple[int, bytes] | None = None
     bad: tuple[int, str] | None = None
     for number, line in numbered_lines(path):
@@ -126,7 +126,7 @@ def _read(path: Path, size: int, coarser: int, columns: _Columns) -> None:
                 raise TraceError(
                     f"{path}, line {number}: blocks of {header.block_tokens} tokens follow those of {size}"
                 )
-            started_s = header.started_s
+            started_s, recorded = header.started_s, bool(header.writer)
             place = columns.recordings.setdefault(header.recording, len(columns.recordings))
             for name, facts in header.models.items():
                 columns.facts.setdefault(name, facts)
@@ -139,7 +139,10 @@ def _read(path: Path, size: int, coarser: int, columns: _Columns) -> None:
                 continue
             if place < 0:  # without a header
                 place = columns.recordings.setdefault(f"file {path}", len(columns.recordings))
+            late = columns.late
             _add(_requests.decode(line), started_s, place, size, coarser, columns)
+            if recorded:  # a line is written when its answer has ended
+                columns.late = late
         except (ValueError, RecursionError) as error:
             bad = number, str(error)  # of the last line, which a crash may have cut, alone it is no fault
     if bad is not None and previous is not None:
