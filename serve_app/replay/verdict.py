@@ -71,7 +71,10 @@ def of_rules(best: Mapping[str, Tried], ttft_s: float, part: float, price: float
         said.append("Raise max_replicas, the target, or the rates: our rule does not reach the goal.")
         return said
     cost = f", {price * ours:,.2f} at {price:g} an hour" if price else ""
-    said.append(f"Our rule gives {goal} for {ours:.1f} replica hours{cost}.")
+    within = best[OURS].figures["within_target"]
+    said.append(
+        f"Our rule gives {within:.1%} of the requests within {seconds(ttft_s)} for {ours:.1f} replica hours{cost}."
+    )
     peers = {name: spent for name, spent in hours.items() if name not in (OURS, ORACLE)}
     for name, spent in sorted(peers.items(), key=lambda item: item[1]):
         what = f"{best[name].settings.get('replicas')} replicas all the time" if name == FIXED else f"the rule {name}"

@@ -2,6 +2,7 @@
 
 import json
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,22 @@ from serve_app.cli.console import console, fail
 
 if TYPE_CHECKING:
     from serve_app.replay.simulated import ReplayPlan
+    from serve_app.traffic.workload import Workload
+
+
+class Api(StrEnum):
+    """The APIs that made prompts are sent to."""
+
+    completions = "completions"
+    chat = "chat"
+
+
+class MadeOf(StrEnum):
+    """The forms of a made prompt."""
+
+    text = "text"
+    ids = "ids"
+
 
 SHOWN = {
     "name": "",
@@ -27,6 +44,8 @@ SHOWN = {
     "lost": "lost",
 }
 """The columns of the table, by their names in JSON."""
+NARROWEST = 124
+"""The table's width; a narrower terminal breaks its lines."""
 
 
 def replay(
@@ -48,7 +67,10 @@ def replay(
     copies: Annotated[bool, typer.Option(help="warm joins and hand-over between replicas")] = True,
     card: Annotated[str, typer.Option(help="rates of a GPU, with --model: h100, a100, l40s ...")] = "",
     cards: Annotated[int, typer.Option(min=1, help="GPUs of a replica")] = 1,
-    model: Annotated[str, typer.Option(help="with --card: a model as for `warmpath serve`; with --url: its name")] = "",
+    model: Annotated[
+        str,
+        typer.Option(help="with --card: as for `warmpath serve`; with --url: its name there, or NAME=THE FILE'S, ..."),
+    ] = "",
     dtype: Annotated[str, typer.Option(help="with --card: float32, bfloat16 or float16")] = "bfloat16",
     prefill_rate: Annotated[float | None, typer.Option(min=1, help="prompt tokens a second of a replica")] = None,
     decode_step_ms: Annotated[float | None, typer.Option(min=0, help="a token's time")] = None,
@@ -58,56 +80,73 @@ def replay(
     price: Annotated[float | None, typer.Option(min=0, help="of a replica's hour")] = None,
     block_tokens: Annotated[int | None, typer.Option(min=1, help="coarser blocks than the file's")] = None,
     processes: Annotated[int, typer.Option(min=0, help="simulations at a time; 0: one a CPU")] = 0,
+    url: Annotated[str, typer.Option(help="send it to this server of OpenAI's API, without /v1, instead")] = "",
+    api_key: Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="with --url: a key for all tenants")] = "",
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(help='with --url: JSON, {"tenant or its number": "key"}; "$NAME" from the environment'),
+    ] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="with --url: divides the file's times")] = 1.0,
+    tokenizer: Annotated[str, typer.Option(help="with --url: of the made prompts; default: the served model's")] = "",
+    api: Annotated[Api, typer.Option(help="with --url")] = Api.completions,
+    prompts: Annotated[MadeOf, typer.Option(help="with --url: what completions are sent")] = MadeOf.text,
+    skip: Annotated[int, typer.Option(min=0, help="with --url: requests left out at the beginning")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="with --url: requests at most")] = None,
+    timeout_s: Annotated[float, typer.Option(min=1, help="with --url: of a request")] = 600.0,
+    seed: Annotated[int | None, typer.Option(help="with --url: repeats the prompts of another replay")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page with charts here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Replay recorded traffic in virtual time, simulated; say what caches save, and which settings it needs."""
-    from rich.progress import Progress
-
     from serve_app.errors import unread
-    from serve_app.replay.simulated import ReplayPlan, replay_report
+    from serve_app.replay.simulated import ReplayPlan
     from serve_app.request_files import TraceError
-    from serve_app.traffic.reader import read_traffic
 
     try:
-        with Progress(console=console, transient=True) as bars:
-            reading = bars.add_task("reading", total=None)
-            workload = read_traffic(
-                files, block_tokens=block_tokens, on_progress=lambda lines: bars.update(reading, completed=lines)
+        workload = _read(files, block_tokens)
+        if url:
+            _over_http(
+                workload,
+                as_json,
+                url=url.rstrip("/"),
+                models=_names(model),
+                api_key=api_key,
+                api_keys=api_keys,
+                speed=speed,
+                tokenizer=tokenizer,
+                api=api.value,
+                prompts=prompts.value,
+                skip=skip,
+                limit=limit,
+                timeout_s=timeout_s,
+                seed=seed,
             )
-            bars.remove_task(reading)
-            plan = ReplayPlan(
-                autoscaling=autoscaling,
-                ttft_s=_seconds(ttft),
-                part=part,
-                policies=_names(policies),
-                replicas=_numbers(replicas, "--replicas"),
-                pool_tokens=_numbers(pool_tokens, "--pool-tokens"),
-                host_tokens=_numbers(host_tokens, "--host-tokens"),
-                host_rate=host_rate,
-                rules=_names(rules),
-                least=min_replicas,
-                most=max_replicas,
-                start_s=start_s,
-                copies=copies,
-                card=card,
-                cards=cards,
-                model=model,
-                dtype=dtype,
-                prefill_rate=prefill_rate,
-                decode_step_s=None if decode_step_ms is None else decode_step_ms / 1000.0,
-                pull_rate=pull_rate,
-                price=price,
-                processes=processes,
-            )
-            tasks: dict[str, Any] = {}
-
-            def told(name: str, done: int, total: int) -> None:
-                if name not in tasks:
-                    tasks[name] = bars.add_task(name, total=total)
-                bars.update(tasks[name], completed=done, total=total)
-
-            report = replay_report(workload, plan, told)
+            return
+        plan = ReplayPlan(
+            autoscaling=autoscaling,
+            ttft_s=_seconds(ttft),
+            part=part,
+            policies=_names(policies),
+            replicas=_numbers(replicas, "--replicas"),
+            pool_tokens=_numbers(pool_tokens, "--pool-tokens"),
+            host_tokens=_numbers(host_tokens, "--host-tokens"),
+            host_rate=host_rate,
+            rules=_names(rules),
+            least=min_replicas,
+            most=max_replicas,
+            start_s=start_s,
+            copies=copies,
+            card=card,
+            cards=cards,
+            model=model,
+            dtype=dtype,
+            prefill_rate=prefill_rate,
+            decode_step_s=None if decode_step_ms is None else decode_step_ms / 1000.0,
+            pull_rate=pull_rate,
+            price=price,
+            processes=processes,
+        )
+        report = _simulated(workload, plan)
     except (TraceError, ValueError) as error:
         fail(str(error))
     except OSError as error:
@@ -129,21 +168,75 @@ def replay(
         console.print(f"Charts: {html}")
 
 
+def _read(files: list[Path], block_tokens: int | None) -> "Workload":
+    from rich.progress import Progress, TextColumn
+
+    from serve_app.traffic.reader import read_traffic
+
+    with Progress(TextColumn("reading: {task.completed:,} lines"), console=console, transient=True) as bars:
+        reading = bars.add_task("", total=None)
+        return read_traffic(
+            files, block_tokens=block_tokens, on_progress=lambda lines: bars.update(reading, completed=lines)
+        )
+
+
+def _simulated(workload: "Workload", plan: "ReplayPlan") -> dict[str, Any]:
+    from rich.progress import Progress
+
+    from serve_app.replay.simulated import replay_report
+
+    with Progress(console=console, transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def told(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done, total=total)
+
+        return replay_report(workload, plan, told)
+
+
+def _over_http(
+    workload: "Workload", as_json: bool, *, models: tuple[str, ...], api_keys: Path | None, **options: Any
+) -> None:
+    from rich.console import Console
+
+    from serve_app.replay.http_results import HttpProgress, http_figures, http_table
+    from serve_app.replay.over_http import HttpReplay, models_of, read_keys, replay_over_http
+
+    keys = read_keys(api_keys) if api_keys is not None else {}
+    settings = HttpReplay(models=models_of(models), api_keys=keys, **options)
+    total = min(max(len(workload) - settings.skip, 0), settings.limit or len(workload))
+    for warning in workload.warnings:
+        console.print(f"warning: {warning}", style="yellow")
+    with HttpProgress(total, console) as told:
+        found = replay_over_http(workload, settings, told)
+    figures = http_figures(found)
+    if as_json:
+        print(json.dumps(figures, indent=2))
+        return
+    Console(highlight=False, markup=False, emoji=False).print(http_table(figures))
+    for note in found.notes:
+        console.print(note)
+
+
 def _print(report: dict[str, Any], plan: "ReplayPlan") -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     out = Console(highlight=False, markup=False, emoji=False)
+    out.width = max(out.width, NARROWEST)
     for warning in report["warnings"]:
         console.print(f"warning: {warning}", style="yellow")
     models = {row["model"] for row in report["rows"]}
     rows = report["rows"] if report["recorded"] is None else [*report["recorded"], *report["rows"]]
     for model in sorted(models):
-        table = Table(title=f"Simulated, {model}" if model else "Simulated", title_justify="left")
+        table = Table(title=f"Simulated, {model}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         shown = [name for name in SHOWN if any(row.get(name) is not None for row in rows)]
         for name in shown:
             heading = SHOWN[name] + (f" {plan.ttft_s:g} s" if name == "within_target" else "")
-            table.add_column(heading, justify="left" if name == "name" else "right")
+            table.add_column(heading, justify="left" if name == "name" else "right", no_wrap=True)
         for row in rows:
             if row["model"] == model:
                 table.add_row(*(_cell(name, row.get(name)) for name in shown))
