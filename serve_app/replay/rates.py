@@ -21,7 +21,7 @@ _QUIET = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class GpuCard:
     """A GPU: dense bfloat16 operations and bytes of memory a second, and bytes of memory. Source: its data sheet."""
 
     flops: float
@@ -30,13 +30,13 @@ class Card:
 
 
 CARDS = {
-    "b200": Card(2250e12, 8.0e12, 180e9),
-    "h200": Card(989e12, 4.8e12, 141e9),
-    "h100": Card(989e12, 3.35e12, 80e9),
-    "a100": Card(312e12, 2.04e12, 80e9),
-    "mi300x": Card(1307e12, 5.3e12, 192e9),
-    "l40s": Card(362e12, 0.864e12, 48e9),
-    "l4": Card(121e12, 0.3e12, 24e9),
+    "b200": GpuCard(2250e12, 8.0e12, 180e9),
+    "h200": GpuCard(989e12, 4.8e12, 141e9),
+    "h100": GpuCard(989e12, 3.35e12, 80e9),
+    "a100": GpuCard(312e12, 2.04e12, 80e9),
+    "mi300x": GpuCard(1307e12, 5.3e12, 192e9),
+    "l40s": GpuCard(362e12, 0.864e12, 48e9),
+    "l4": GpuCard(121e12, 0.3e12, 24e9),
 }
 """By the name of ``--card``."""
 PREFILL_PART, DECODE_PART, POOL_PART = 0.45, 0.65, 0.9

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from serve_app.traffic.workload import Workload
 
 
-class Api(StrEnum):
+class PromptApi(StrEnum):
     """The APIs that made prompts are sent to."""
 
     completions = "completions"
@@ -88,7 +88,7 @@ def replay(
     ] = None,
     speed: Annotated[float, typer.Option(min=0.001, help="with --url: divides the file's times")] = 1.0,
     tokenizer: Annotated[str, typer.Option(help="with --url: of the made prompts; default: the served model's")] = "",
-    api: Annotated[Api, typer.Option(help="with --url")] = Api.completions,
+    api: Annotated[PromptApi, typer.Option(help="with --url")] = PromptApi.completions,
     prompts: Annotated[MadeOf, typer.Option(help="with --url: what completions are sent")] = MadeOf.text,
     skip: Annotated[int, typer.Option(min=0, help="with --url: requests left out at the beginning")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="with --url: requests at most")] = None,
