@@ -36,6 +36,7 @@ class ReuseCurve:
 
     requests: int
     prompt_tokens: int
+    block_tokens: int
     blocks: int
     distinct_blocks: int
     distances: np.ndarray[Any, np.dtype[np.int64]]
@@ -98,20 +99,23 @@ def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
     return sorted(trace, key=lambda request: request.arrival_s)
 
 
-def reuse_curve(prompts: Iterable[TraceRequest]) -> ReuseCurve:
-    """Return the reuse curve of prompts in order of arrival.
+def reuse_curve(prompts: Iterable[TraceRequest], block_tokens: int = TRACE_BLOCK_TOKENS) -> ReuseCurve:
+    """Return the reuse curve of prompts in order of arrival. ``block_tokens``: of an id.
 
     A block's distance is its position from the top of the LRU stack when its prompt arrives. A prompt's first block is
     stacked last, so that hits form a prefix in a cache of any size.
     Source: Mattson et al., Evaluation Techniques for Storage Hierarchies, 1970.
     """
-    served = list(prompts)
+    requests = prompt_tokens = 0
     used: dict[int, int] = {}
     uses: list[int] = []  # the time of each block's last use, ascending: the stack, with the top last
     reused: list[tuple[int, int]] = []
     moment = 0
-    for prompt in served:
-        for block, tokens in zip(prompt.hash_ids, _block_tokens(prompt.prompt_tokens), strict=True):
+    for prompt in prompts:
+        requests += 1
+        prompt_tokens += prompt.prompt_tokens
+        sizes = _block_tokens(prompt.prompt_tokens, block_tokens)
+        for block, tokens in zip(prompt.hash_ids, sizes, strict=True):
             if block in used:
                 reused.append((len(uses) - bisect_left(uses, used[block]), tokens))
         for block in reversed(prompt.hash_ids):
@@ -123,8 +127,9 @@ def reuse_curve(prompts: Iterable[TraceRequest]) -> ReuseCurve:
     reused.sort()
     distances, tokens_of = np.array(reused, dtype=np.int64).reshape(-1, 2).T
     return ReuseCurve(
-        requests=len(served),
-        prompt_tokens=sum(prompt.prompt_tokens for prompt in served),
+        requests=requests,
+        prompt_tokens=prompt_tokens,
+        block_tokens=block_tokens,
         blocks=moment,
         distinct_blocks=len(used),
         distances=distances,
@@ -132,6 +137,6 @@ def reuse_curve(prompts: Iterable[TraceRequest]) -> ReuseCurve:
     )
 
 
-def _block_tokens(tokens: int) -> Iterator[int]:
-    for start in range(0, tokens, TRACE_BLOCK_TOKENS):
-        yield min(TRACE_BLOCK_TOKENS, tokens - start)
+def _block_tokens(tokens: int, size: int) -> Iterator[int]:
+    for start in range(0, tokens, size):
+        yield min(size, tokens - start)

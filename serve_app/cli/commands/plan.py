@@ -1,6 +1,7 @@
 """`warmpath plan`: the capacity and hit rate of a cache for some memory, for equal prefixes or a trace."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -30,7 +31,10 @@ def plan(
     ] = None,
     prefixes: Annotated[int | None, typer.Option(min=1, help="number of distinct prefixes in use")] = None,
     prefix_tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each prefix")] = None,
-    trace: Annotated[Path | None, typer.Option(help="instead of prefixes: Mooncake's JSON lines or their .gz")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="instead of prefixes: a file of `traffic_log`, or Mooncake's JSON lines; or a .gz"),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
     replicas: Annotated[int, typer.Option(min=1, help="engine replicas")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of a replica that share each layer")] = 1,
@@ -42,7 +46,6 @@ def plan(
 
     from serve_app.checkpoints.checkpoint import CheckpointError
     from serve_app.checkpoints.kv_planner import kv_room
-    from serve_app.checkpoints.reuse import read_trace, reuse_curve
     from serve_app.checkpoints.sources import model_config
     from serve_app.config.quantities import Bytes
     from serve_app.request_files import TraceError
@@ -55,7 +58,7 @@ def plan(
     told: dict[str, tuple[dict[str, Any], str]] = {}
     try:
         memory_bytes = TypeAdapter(Bytes).validate_python(memory if not memory.isdecimal() else int(memory))
-        curve = reuse_curve(read_trace(trace)) if trace is not None else None
+        curve = _curve_of(trace) if trace is not None else None
         flags = name, dtype, (tensor_parallel_size, pipeline_parallel_size), replicas
         wanted = _wanted(config, flags)
         for name, (which, kind, ranks, count) in wanted.items():
@@ -77,6 +80,24 @@ def plan(
         print(json.dumps({name: figures for name, (figures, _) in told.items()}, indent=2))
     else:
         print("\n\n".join(f"{name}\n{text}" for name, (_, text) in told.items()))
+
+
+def _curve_of(trace: Path) -> "ReuseCurve":
+    """Return the curve of recorded traffic. Prints what is to know of the file; raises TraceError."""
+    from serve_app.checkpoints.reuse import reuse_curve
+    from serve_app.request_files import TraceError
+    from serve_app.traffic.prompts import traced_prompts
+    from serve_app.traffic.reader import read_traffic
+
+    workload = read_traffic([trace])
+    whole = workload.prompt_tokens >= workload.block_tokens
+    without = int((whole & (workload.path_start[1:] == workload.path_start[:-1])).sum())
+    if without and without == whole.sum():
+        raise TraceError(f"{trace} tells no hash_ids, without which nothing is known to repeat")
+    told = [f"{without} requests tell no hash_ids, and count as new prompts"] if without else []
+    for warning in [*workload.warnings, *told]:
+        print(f"warning: {warning}", file=sys.stderr)
+    return reuse_curve(traced_prompts(workload), workload.block_tokens)
 
 
 _Wanted = tuple[str, str, tuple[int, int], int]
@@ -133,23 +154,21 @@ Expected hit rate, all prefixes being equally popular: {wanted.hit_rate:.0%}; \
 def _by_trace(
     room_of: "Callable[[int], KvRoom]", memory_bytes: int, replicas: int, curve: "ReuseCurve"
 ) -> tuple[dict[str, Any], str]:
-    from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS
-
     room = room_of(memory_bytes)
-    blocks = {size: room_of(size).tokens * replicas // TRACE_BLOCK_TOKENS for size in _sizes(memory_bytes)}
+    blocks = {size: room_of(size).tokens * replicas // curve.block_tokens for size in _sizes(memory_bytes)}
     rows = [
         {
             "memory_bytes": size,
-            "kv_tokens": held * TRACE_BLOCK_TOKENS,
+            "kv_tokens": held * curve.block_tokens,
             "hit_rate": curve.hit_rate(held),
-            "evicted_tokens_per_request": curve.evictions(held) * TRACE_BLOCK_TOKENS / curve.requests,
+            "evicted_tokens_per_request": curve.evictions(held) * curve.block_tokens / curve.requests,
         }
         for size, held in blocks.items()
     ]
     headings = {"kv_tokens": "KV tokens in all", "hit_rate": "hit rate"}
     headings["evicted_tokens_per_request"] = "tokens evicted a request"
     highest = curve.hit_rate()
-    good_bytes = curve.blocks_for(_GOOD_PART * highest) * TRACE_BLOCK_TOKENS * room.bytes_per_token
+    good_bytes = curve.blocks_for(_GOOD_PART * highest) * curve.block_tokens * room.bytes_per_token
     text = f"""\
 {curve.requests:,} requests with {curve.prompt_tokens:,} prompt tokens, {highest:.1%} of them seen before: \
 no cache hits more.

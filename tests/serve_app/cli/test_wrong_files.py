@@ -113,11 +113,11 @@ def test_what_cannot_be_read_is_named(reader: str, wrong: str, tmp_path: Path) -
         ({"input_length": "x"}, "input_length"),
         ({"hash_ids": 3}, "hash_ids"),
         ({"hash_ids": ["a", "b"]}, "hash_ids"),
-        ({"hash_ids": [1]}, "1 ids for 600 tokens"),
+        ({"hash_ids": [1, 2, 3]}, "3 ids for 600 tokens"),
         ({"timestamp": "x"}, "timestamp"),
         ({"output_length": []}, "output_length"),
         ({"timestamp": ...}, "timestamp"),
-        ({"hash_ids": ...}, "hash_ids"),
+        ({"hash_ids": None}, "hash_ids"),
         ({"input_length": ...}, "input_length"),
     ],
 )
@@ -128,6 +128,18 @@ def test_a_trace_names_the_line_and_what_it_expects(change: dict[str, object], w
     status, told = run(*TRACE, file)
     says_what_is_wrong(status, told, f"{file}, line 3: ")
     assert words in told and '"input_length": TOKENS' in told
+
+
+def test_requests_without_ids_are_told_and_a_file_of_them_is_refused(tmp_path: Path) -> None:
+    """Else their hit rate would look like a fact."""
+    bare = {name: value for name, value in ROW.items() if name != "hash_ids"}
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f"{json.dumps(ROW)}\n{json.dumps(bare)}\n")
+    status, told = run(*TRACE, file)
+    assert (status, "1 requests tell no hash_ids" in told) == (0, True)
+    file.write_text(f"{json.dumps(bare)}\n")
+    status, told = run(*TRACE, file)
+    says_what_is_wrong(status, told, f"{file} tells no hash_ids")
 
 
 @pytest.mark.parametrize("spoil", [lambda raw: raw[:40], lambda raw: b"no" + raw, lambda raw: raw[:20] + b"\xff" * 9])
