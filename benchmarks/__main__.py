@@ -16,6 +16,7 @@ BENCHMARKS = {
     "affinity": ("end_to_end.affinity", "15 minutes: two to three for each policy, with pulls and without"),
     "ray_llm": ("end_to_end.ray_llm", "20 minutes: five for the start, one for each router in each run"),
     "remote": ("end_to_end.remote", "20 minutes: five for the servers, a minute for each system in each run"),
+    "autoscale": ("end_to_end.autoscale.run", "18 minutes: three to four for each arm"),
     "zero": ("end_to_end.zero", "8 minutes"),
     "models": ("end_to_end.models", "14 minutes"),
     "recording": ("end_to_end.recording", "6 minutes"),

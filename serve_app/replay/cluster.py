@@ -51,16 +51,13 @@ class Replayed:
     too_long: int = 0
 
 
-class PoolView(Protocol):
-    """What a rule of autoscaling sees. ``wanted``: replicas that run or start; ``most``, ``least``: its bounds."""
+class PoolLoad(Protocol):
+    """What others' rules of autoscaling see. ``wanted``: replicas that run or start."""
 
     wanted: int
 
     def figures(self, now_s: float) -> dict[str, ReplicaFigures]:
         """Return what each running replica would report."""
-
-    def demand(self, now_s: float) -> tuple[RecentTimes, int]:
-        """Return the last minute's requests, and the working set's tokens."""
 
     def ongoing(self) -> int:
         """Return the requests that wait or are answered."""
@@ -73,6 +70,13 @@ class PoolView(Protocol):
 
     def recent_tpot_s(self, now_s: float, window_s: float) -> list[float]:
         """Return the seconds a token of running answers, as of now."""
+
+
+class PoolView(PoolLoad, Protocol):
+    """What ours sees, too."""
+
+    def demand(self, now_s: float) -> tuple[RecentTimes, int]:
+        """Return the last minute's requests, and the working set's tokens."""
 
 
 class ScalingRule(Protocol):

@@ -15,7 +15,7 @@ from router.protocol.autoscaling import IngressFigures
 from serve_app.autoscaling.policy import CONTROL_PERIOD_S, ScalingDecision, State, decide
 from serve_app.autoscaling.signals import signals
 from serve_app.config.app import AutoscalingConfig
-from serve_app.replay.cluster import PoolView
+from serve_app.replay.cluster import PoolLoad, PoolView
 
 METRICS_S = 5.0
 """Between two looks of the other rules: Serve's and Prometheus' figures are some seconds old."""
@@ -102,7 +102,7 @@ class ServeRule:
         self._ongoing: deque[int] = deque(maxlen=int(LOOK_BACK_S / METRICS_S))
         self._delays = _Delays()
 
-    def target(self, pool: PoolView, now_s: float) -> int:
+    def target(self, pool: PoolLoad, now_s: float) -> int:
         """Return Serve's number."""
         self._ongoing.append(pool.ongoing())
         wanted = ceil(sum(self._ongoing) / len(self._ongoing) / self._target)
@@ -118,7 +118,7 @@ class RayTtftRule:
         self._bounds = bounds
         self._delays = _Delays()
 
-    def target(self, pool: PoolView, now_s: float) -> int:
+    def target(self, pool: PoolLoad, now_s: float) -> int:
         """Return the number after its delays."""
         times = pool.recent_ttft_s(now_s, TTFT_WINDOW_S)
         p99_s = float(np.percentile(times, 99)) if times else 0.0
@@ -140,7 +140,7 @@ class LlmdRule:
         self._bounds, self._tpot_s = bounds, target_tpot_s
         self._wanted: deque[int] = deque(maxlen=int(HPA_DOWN_S / self.period_s))
 
-    def target(self, pool: PoolView, now_s: float) -> int:
+    def target(self, pool: PoolLoad, now_s: float) -> int:
         """Return the number that the HorizontalPodAutoscaler asks for."""
         now = pool.wanted
         if not now:

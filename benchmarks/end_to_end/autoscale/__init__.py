@@ -1,0 +1,1 @@
+"""Replicas that come, go and die on real Ray Serve, under replayed traffic."""
