@@ -30,6 +30,7 @@ BENCHMARKS = {
     "load_tools": ("end_to_end.load_tools", "3 minutes a tool"),
     "routing": ("routing.decision_latency", "6 minutes"),
     "simulate": ("simulation.run", "5 minutes"),
+    "day": ("simulation.day", "an hour: ten minutes a seed"),
     "hostile": ("isolation.hostile.run", "10 minutes"),
     "flooding": ("isolation.flooding", "20 seconds"),
     "batches": ("isolation.batches", "2 minutes"),
