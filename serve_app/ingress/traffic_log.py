@@ -31,8 +31,8 @@ AGREE_S = 5.0
 """The longest wait for the other ingresses' keys."""
 AGAIN_S = 30.0
 """After this time keys are compared again: an ingress may have been unreachable."""
-FACTS_S = 10.0
-"""Lines wait at most so long for what the header tells of replicas that start."""
+START_S, FACTS_S = 600.0, 30.0
+"""Lines wait at most so long for the first replica, and then for the others: the header tells of them."""
 CLOSE_S = 5.0
 MAX_ENDED = 256
 
@@ -160,10 +160,13 @@ class TrafficLog:
     # The loop.
 
     async def _follow(self) -> None:
-        agreed, begun_s = await self._agree(), time.monotonic()
-        compared_s = begun_s
+        agreed = await self._agree()
+        compared_s = time.monotonic()
+        until_s = compared_s + START_S
         while True:
-            if self._used is None and (self._knows_replicas() or time.monotonic() - begun_s > FACTS_S):
+            if any(model.core.replica_ids for model in self._models.values()):
+                until_s = min(until_s, time.monotonic() + FACTS_S)
+            if self._used is None and (self._knows_replicas() or time.monotonic() > until_s):
                 self._begin()
             if self._used is not None:
                 self._look()
@@ -205,10 +208,9 @@ def _but_tenants(settings: TrafficLogConfig | None) -> TrafficLogConfig | None:
 
 
 def _is_known(model: ModelInLog) -> bool:
-    """Return whether a model's replicas have told what the header has of them, or are not expected to."""
-    if not model.config.first_replicas:
-        return True
-    return bool(model.core.replica_ids) and len(model.core.stats()) >= len(model.core.replica_ids)
+    """Return whether as many replicas as there are at the start have told what the header has of them."""
+    replicas, told = model.core.replica_ids, model.core.stats()
+    return len(replicas) >= model.config.first_replicas and all(replica in told for replica in replicas)
 
 
 def facts_of(model: ModelInLog) -> RecordedModel:

@@ -175,22 +175,23 @@ class Recording:
             self._news.wait()
             stopped = self._stopped.wait(FLUSH_S)
             self._news.clear()
-            if self._next_key is None:
-                continue
-            if self._next_key is not self._key:
-                self._turn_to(self._next_key)
-            while self._queue:
-                self._write(self._chunk())
+            self._turn()
+            while self._key is not None and self._queue:
+                lines = self._chunk()
+                self._turn()  # a key that came before one of them
+                self._write(lines, self._key)
                 time.sleep(0)  # the event loop's turn
         with suppress(OSError):
             self._file.close()
         self._key = self._next_key = None
 
-    def _turn_to(self, key: RecordingKey) -> None:
-        self._key, self._parents = key, Parents()
-        with suppress(OSError):
-            self._file.close()
-        self._attempt(self._file.open)
+    def _turn(self) -> None:
+        """Begin a file with the key that is to be used, if it is another one."""
+        if self._next_key is not self._key:
+            self._key, self._parents = self._next_key, Parents()
+            with suppress(OSError):
+                self._file.close()
+            self._attempt(self._file.open)
 
     def _chunk(self) -> list[TrafficLine | ReplicaChange]:
         lines: list[TrafficLine | ReplicaChange] = []
@@ -202,10 +203,9 @@ class Recording:
         self._taken_bytes += size
         return lines
 
-    def _write(self, lines: list[TrafficLine | ReplicaChange]) -> None:
-        assert self._key is not None
+    def _write(self, lines: list[TrafficLine | ReplicaChange], key: RecordingKey) -> None:
         try:
-            data = self._encoder.encode_lines(self._disguised(lines, self._key))
+            data = self._encoder.encode_lines(self._disguised(lines, key))
         except Exception:  # of lines that cannot be written, no name may be
             logger.exception("lines of traffic cannot be encoded")
             self._counts.lose(len(lines), "fault")

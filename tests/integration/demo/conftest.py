@@ -110,6 +110,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "lora_adapters": {"pirate": str(root / "pirate")},
         "lora_root": str(root),
         "allow_runtime_lora": True,
+        "traffic_log": {"path": str(root / "traffic.jsonl")},
     }
     (root / "settings.yaml").write_text(yaml.safe_dump(settings))
     with alone(instance("--config", str(root / "settings.yaml"))) as url:

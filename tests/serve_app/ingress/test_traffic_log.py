@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from ray.exceptions import RayError
 
+from router.protocol.events import StatsReport
 from router.protocol.request import Decision, ShadowDecision
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings, app_config, overlaid
@@ -351,6 +352,30 @@ def test_replicas_that_come_and_go_are_told(checkpoint: ReadCheckpoint, tmp_path
     assert [len(two), len(three), len(one)] == [2, 3, 1]
     assert {*one} < {*two} < {*three}
     assert not {"a", "b", "c"} & {*three}
+
+
+def test_the_header_waits_for_the_first_replicas(
+    checkpoint: ReadCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, and what they report; meanwhile lines wait, and none is lost."""
+    monkeypatch.setattr(traffic_log, "FACTS_S", 1e6)
+    path = tmp_path / "t"
+
+    async def ask() -> None:
+        config = config_of(path, replicas=2)
+        async with opened(checkpoint, config, replicas=("a",)) as several:
+            core, blocks = several.core("demo"), ("warmpath_kv_cache_blocks", (("state", "free"),), 500.0)
+            await several.ask("/v1/chat/completions", {**CHAT, "model": "demo"})
+            monkeypatch.setattr(core, "stats", lambda: dict.fromkeys(core.replica_ids, StatsReport((blocks,))))
+            for _ in range(3):
+                await asyncio.sleep(traffic_log.LOOK_S)
+            assert not path.exists()
+            core.update_replicas(["a", "b"])
+            await until(lambda: path.exists() and bool(requests_of(path)))
+
+    asyncio.run(ask())
+    facts = lines_of(path)[0]["models"]["demo"]
+    assert (facts["replicas"], facts["pool_tokens"]) == (2, 8000)
 
 
 def test_what_a_router_decided_is_told(checkpoint: ReadCheckpoint, tmp_path: Path) -> None:
