@@ -295,9 +295,14 @@ class ReplayReplica:
         for job in self._started:
             lines.setdefault(job.tenant, []).append(job)
         for begun in lines.values():
-            begun.sort(key=lambda job: job.rank)
-        tenants = sorted(lines, key=lambda tenant: self._served.get(tenant, 0.0))
+            if len(begun) > 1:
+                begun.sort(key=lambda job: job.rank)
         shares: dict[ReplayJob, int] = {}
+        if len(lines) == 1:
+            ((tenant, begun),) = lines.items()
+            self._serve(tenant, begun, budget, shares)
+            return shares, True
+        tenants = sorted(lines, key=lambda tenant: self._served.get(tenant, 0.0))
         everyone = True
         first = True
         while budget > 0 and tenants:
