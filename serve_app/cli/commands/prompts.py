@@ -129,7 +129,8 @@ def lint(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="prompts, templates, folders of them, requests as JSON or lines, logs; - for standard input"
+            help="prompts, templates, folders of them, requests as JSON or lines, logs, files of traffic_log; "
+            "- for standard input"
         ),
     ],
     constant: Annotated[
@@ -142,12 +143,19 @@ def lint(
 ) -> None:
     """Find what keeps prompts out of the cache, before a deploy: what changes, standing before what stays.
 
-    Exits with 1 if there is any.
+    Exits with 1 if there is any. Recorded traffic has no text: it tells where prompts leave earlier ones.
     """
     # numpy and tokenizers take longer to import than all other commands to run.
     from serve_app.cache_misses.lint import Linter, RoughTokens
     from serve_app.errors import InvalidRequest
+    from serve_app.traffic.breaks import is_recording
 
+    recordings = [file for file in files if str(file) != "-" and file.is_file() and is_recording(file)]
+    if recordings:
+        if len(recordings) < len(files):
+            fail(f"{recordings[0]} is recorded traffic, which has no text: give it without other files")
+        _print_breaks(recordings, output)
+        return
     try:
         report = Linter(RoughTokens() if model is None else _tokens_of(model), constant or ()).read(files)
     except InvalidRequest as error:
@@ -162,6 +170,35 @@ def lint(
         _print_findings(report, "" if model is not None else "about ")
     if report.findings:
         raise typer.Exit(1)
+
+
+def _print_breaks(files: list[Path], output: OutputFormat) -> None:
+    """Print where recorded prompts leave earlier ones; exits with 2 if the files cannot be read."""
+    from dataclasses import asdict
+
+    from serve_app.request_files import TraceError
+    from serve_app.traffic.breaks import known_tokens, prompt_breaks
+    from serve_app.traffic.reader import read_traffic
+
+    try:
+        workload = read_traffic(files)
+    except TraceError as error:
+        fail(str(error))
+    breaks = prompt_breaks(workload)
+    tokens, known = int(workload.prompt_tokens.sum(dtype="int64")), int(known_tokens(workload).sum())
+    if output is OutputFormat.json:
+        told = {"prompts": len(workload), "prompt_tokens": tokens, "known_tokens": known}
+        shown = {**told, "breaks": [asdict(one) for one in breaks], "notes": list(workload.warnings)}
+        print(json.dumps(shown, ensure_ascii=False, indent=2))
+        return
+    for one in breaks:
+        place = f"after {one.tokens:,} tokens" if one.tokens else "at their first block"
+        left = f"{one.prompts:,} prompts leave all earlier ones {place}"
+        print(harmless(f"{one.model}, tenant {one.tenant}: {left}; {one.lost_tokens:,} tokens behind it are new."))
+    for warning in workload.warnings:
+        print(f"note: {harmless(warning)}")
+    print(f"{len(workload):,} prompts, {known / max(1, tokens):.1%} of {tokens:,} tokens seen before.")
+    print("A recording has no text: what changes there is found in the requests themselves.")
 
 
 def _tokens_of(model: str) -> "Tokens":
