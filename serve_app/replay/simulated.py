@@ -23,7 +23,7 @@ from serve_app.replay.prompts import ModelTraffic, answers_of
 from serve_app.replay.rates import card_rates, recorded_rates, with_rates
 from serve_app.replay.search import FIXED, OURS, RUNS, SCALING_RULES, ScalingGoal, Search, Tried, search
 from serve_app.replay.setup import CacheTier, Rates, Setup
-from serve_app.replay.verdict import of_rules, of_setups, of_truth, settings_of
+from serve_app.replay.verdict import of_rules, of_setups, of_shadow, of_truth, settings_of
 from serve_app.traffic.record import RecordedModel
 from serve_app.traffic.workload import Workload
 
@@ -177,6 +177,7 @@ class ModelReplay:
         self._plan, self._workload, self._chosen = plan, workload, chosen
         self._facts = workload.facts.get(model) or RecordedModel()
         self._model = model
+        self._shadow = workload.shadows.get(model)
         self.warnings: list[str] = []
         columns = {name: getattr(workload, name) for name in _COLUMNS}
         self.traffic = model_traffic(columns, chosen, workload.block_tokens)
@@ -293,6 +294,8 @@ class ModelReplay:
             row |= {"replicas": setup.replicas, "pool_tokens": setup.pool_tokens}
         verdict = [] if again is None or self.recorded is None else of_truth(self.recorded, rows[0])
         compared = [row for row in rows if row["name"] != AGAIN]
+        if self._shadow is not None:
+            verdict += of_shadow(self._shadow, compared)
         verdict += of_setups(compared, unlimited_hit_rate(self.traffic), plan.ttft_s, plan.part)
         meets = [row for row in compared if row["within_target"] >= plan.part]
         chosen = min(meets, key=lambda row: (row["replica_hours"], row["ttft_mean_s"]), default=None)
@@ -306,7 +309,10 @@ class ModelReplay:
         replicas = plan.replicas or (self._usual() or self._enough(),)
         pools, hosts = plan.pool_tokens or (first.pool_tokens,), plan.host_tokens or (0,)
         setups = []
-        for policy, count, pool, host in product(plan.policies, replicas, pools, hosts):
+        policies = plan.policies
+        if self._shadow is not None and self._shadow.policy in POLICY_NAMES and self._shadow.policy not in policies:
+            policies = (*policies, self._shadow.policy)
+        for policy, count, pool, host in product(policies, replicas, pools, hosts):
             name = policy + f" x{count}" * (len(replicas) > 1)
             name += f" {pool:,}" * (len(pools) > 1) + f" +{host:,} host" * (len(hosts) > 1)
             setups.append(

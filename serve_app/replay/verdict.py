@@ -9,6 +9,7 @@ import yaml
 
 from router.settings import DEFAULT_POLICY
 from serve_app.replay.search import FIXED, ORACLE, OURS, Tried
+from serve_app.traffic.workload import ShadowTold
 
 Figures = Mapping[str, Any]
 
@@ -55,6 +56,21 @@ def of_truth(recorded: Figures, again: Figures) -> list[str]:
     for name, words in (("ttft_mean_s", "mean TTFT"), ("ttft_p90_s", "p90")):
         parts.append(f"{words} {seconds(again[name])} for {seconds(recorded[name])}")
     return [f"The recorded run, simulated: {', '.join(parts)}."]
+
+
+def of_shadow(told: ShadowTold, rows: Sequence[Figures]) -> list[str]:
+    """Return what a shadow policy told while it was recorded, and what it does with caches of its own."""
+    if not told.requests or not told.prompt_tokens:
+        return []
+    said = (
+        f"The shadow {told.policy} would have chosen another replica for {1 - told.same / told.requests:.0%} of "
+        f"{told.requests:,} requests, and found {told.predicted_tokens / told.prompt_tokens:.1%} of their tokens in "
+        f"caches, where {told.acting_tokens / told.prompt_tokens:.1%} were predicted of the choice."
+    )
+    own = next((row for row in rows if row["policy"] == told.policy), None)
+    if own is None:
+        return [said]
+    return [said, f"With caches of its own, simulated, it finds {own['hit_rate']:.1%}."]
 
 
 def of_rules(best: Mapping[str, Tried], ttft_s: float, part: float, price: float | None) -> list[str]:

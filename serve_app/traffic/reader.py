@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from serve_app.request_files import TraceError, numbered_lines
-from serve_app.traffic.record import VERSION, Header, RecordedModel, ReplicaChange, TrafficRequest
-from serve_app.traffic.workload import ReplicasAt, Workload, segments
+from serve_app.traffic.record import VERSION, Header, RecordedModel, ReplicaChange, ShadowChoice, TrafficRequest
+from serve_app.traffic.workload import ReplicasAt, ShadowTold, Workload, segments
 
 MOONCAKE_BLOCK_TOKENS = 512
 MOST_IDS = 100_000_000
@@ -58,6 +58,7 @@ class _Columns:
         self.facts: dict[str, RecordedModel] = {}
         self.warnings: list[str] = []
         self.recordings: dict[str, int] = {}
+        self.shadows: dict[str, ShadowTold] = {}
         self.refused = self.late = 0
         self.last_s = float("-inf")
 
@@ -174,11 +175,25 @@ def _add(request: TrafficRequest, started_s: float, recording: int, size: int, c
     columns.duration_s.append(request.duration_ms / 1000.0 if request.duration_ms else float("nan"))
     columns.cached.append(request.cached_tokens if told else -1)
     columns.predicted.append(request.predicted_tokens if told else -1)
+    if request.shadow is not None:
+        _count_shadow(request, request.shadow, columns)
     prefix = f"{recording}:" if recording else ""
     columns.tenant.append(columns.tenants.place(prefix + (request.tenant or "default")))
     columns.model.append(columns.models.place(request.model or "model"))
     columns.adapter.append(columns.adapters.place(request.adapter))
     columns.replica.append(columns.replicas.place(prefix + request.replica if request.replica else ""))
+
+
+def _count_shadow(request: TrafficRequest, choice: ShadowChoice, columns: _Columns) -> None:
+    model = request.model or "model"
+    told = columns.shadows.get(model)
+    if told is None or told.policy != choice.policy:  # the last one that was set counts
+        told = columns.shadows[model] = ShadowTold(choice.policy)
+    told.requests += 1
+    told.same += choice.same
+    told.prompt_tokens += request.input_length
+    told.acting_tokens += request.predicted_tokens
+    told.predicted_tokens += choice.predicted_tokens
 
 
 def _apart(block_id: int, recording: int) -> int:
@@ -243,6 +258,7 @@ def _workload(columns: _Columns, block_tokens: int, paths: Sequence[Path]) -> Wo
         ),
         warnings=tuple(warnings),
         refused=columns.refused,
+        shadows=columns.shadows,
         adapter=column(columns.adapter, np.int32),
         adapters=list(columns.adapters.places),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,22 @@ class ReplicasAt:
     at_s: float
     model: str
     replicas: int
+
+
+@dataclass(slots=True)
+class ShadowTold:
+    """What a file tells of a model's shadow policy: sums over the requests that it was asked about.
+
+    ``same``: those for which it chose the same replica; ``acting_tokens``, ``predicted_tokens``: cached tokens as
+    predicted of the acting policy's choice and of the shadow's.
+    """
+
+    policy: str
+    requests: int = 0
+    same: int = 0
+    prompt_tokens: int = 0
+    acting_tokens: int = 0
+    predicted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +77,8 @@ class Workload:
     refused: int = 0
     adapter: Column | None = None
     adapters: Sequence[str] = ()
+    shadows: Mapping[str, ShadowTold] = MappingProxyType({})
+    """By model."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)

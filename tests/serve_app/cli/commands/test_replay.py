@@ -83,3 +83,38 @@ def test_what_is_missing_is_told(trace: Path, arguments: list[str], said: str) -
 def test_no_file(tmp_path: Path) -> None:
     done = RUN.invoke(app, ["replay", str(tmp_path / "none.jsonl")])
     assert (done.exit_code, "cannot be read" in done.stderr) == (2, True)
+
+
+def test_a_recording_is_compared_with_its_simulation_and_its_shadow(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.jsonl"
+    model = {"engine": "simulated", "policy": "estimated_ttft", "replicas": 2, "pool_tokens": 4096,
+             "prefill_tokens_per_s": 1000.0, "decode_step_s": 0.01}  # fmt: skip
+    header = {"warmpath_traffic": 1, "recording": "r", "writer": "w", "started_s": 0.0, "block_tokens": 16,
+              "models": {"m": model}}  # fmt: skip
+    lines: list[dict[str, object]] = [header]
+    for number in range(40):
+        cached = 0 if number < 2 else 96
+        shadow = {"policy": "lmetric", "same": number % 2 == 0, "predicted_tokens": 48}
+        lines.append(
+            {
+                "timestamp": 1000 * number,
+                "input_length": 100,
+                "output_length": 4,
+                "hash_ids": list(range(6)),
+                "model": "m",
+                "predicted_tokens": cached,
+                "cached_tokens": cached,
+                "ttft_ms": 5.0 + 100 - cached,
+                "duration_ms": 150.0,
+                "shadow": shadow,
+            }
+        )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = json.loads(RUN.invoke(app, ["replay", str(path), "--processes", "1", "--json"]).stdout)
+    names = [row["name"] for row in report["rows"]]
+    assert names == ["recorded, simulated", "estimated_ttft", "power_of_two", "round_robin", "lmetric"]
+    assert report["rows"][0]["hit_rate"] == pytest.approx(report["recorded"][0]["hit_rate"], rel=0.03)
+    assert report["rows"][0]["replicas"] == 2
+    told = " ".join(report["verdict"])
+    assert "The recorded run, simulated" in told
+    assert "The shadow lmetric would have chosen another replica for 50% of 40 requests" in told
