@@ -6,8 +6,7 @@ A segment is a run of blocks that all requests have together or not at all, so a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -77,7 +76,7 @@ class Workload:
     refused: int = 0
     adapter: Column | None = None
     adapters: Sequence[str] = ()
-    shadows: Mapping[str, ShadowTold] = MappingProxyType({})
+    shadows: Mapping[str, ShadowTold] = field(default_factory=dict)
     """By model."""
 
     def __len__(self) -> int:
