@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from router import __version__
-from serve_app.cli.commands import bench, keys, prompts, tenants
+from serve_app.cli.commands import bench, keys, prompts, tenants, traffic
 from serve_app.cli.commands.check import check, doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
@@ -87,6 +87,7 @@ app.add_typer(keys.app, name="keys", rich_help_panel=TENANTS)
 app.add_typer(tenants.app, name="tenants", rich_help_panel=TENANTS)
 app.add_typer(prompts.app, name="prompts", rich_help_panel=TENANTS)
 app.add_typer(bench.app, name="bench", rich_help_panel=PLANNING)
+app.add_typer(traffic.app, name="traffic", rich_help_panel=PLANNING)
 app.command(rich_help_panel="Serving")(stop)
 app.command(rich_help_panel="Serving")(infer)
 app.command(rich_help_panel=PLANNING)(plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def read_traffic(
     with the file, the line and a remedy.
     """
     columns = _Columns(on_progress)
-    sizes = {path: _block_tokens_of(path) for path in paths}
+    sizes = {path: block_tokens_of(path) for path in paths}
     wanted = block_tokens or max(sizes.values(), default=MOONCAKE_BLOCK_TOKENS)
     for path, size in sizes.items():
         if wanted % size:
@@ -93,7 +93,8 @@ def read_traffic(
     return _workload(columns, wanted, paths)
 
 
-def _block_tokens_of(path: Path) -> int:
+def block_tokens_of(path: Path) -> int:
+    """Return the tokens of a file's ids. Raises TraceError."""
     for number, line in numbered_lines(path):
         return _header(path, number, line).block_tokens if _HEADER in line else MOONCAKE_BLOCK_TOKENS
     raise TraceError(f"{path} is empty; {EXPECTED}")
@@ -112,44 +113,68 @@ def _header(path: Path, number: int, line: bytes) -> Header:
     return header
 
 
-def _read(path: Path, size: int, coarser: int, columns: _Columns) -> None:
-    started_s, place, recorded = 0.0, -1, False
-    previous: tuple[int, bytes] | None = None
-    bad: tuple[int, str] | None = None
+def recorded_lines(
+    paths: Sequence[Path], on_line: Callable[[int], object] = lambda _: None
+) -> Iterator[tuple[Header | None, float, TrafficRequest]]:
+    """Yield the requests of files one after the other, each with its header, None for none, and Unix time 0 of it.
+
+    Raises TraceError. A cut last line is left out.
+    """
+    for path in paths:
+        header = None
+        for _, line in _decoded(path, [], on_line):
+            if isinstance(line, Header):
+                header = line
+            elif isinstance(line, TrafficRequest):
+                yield header, header.started_s if header else 0.0, line
+
+
+def _decoded(
+    path: Path, warnings: list[str], on_line: Callable[[int], object]
+) -> Iterator[tuple[int, Header | ReplicaChange | TrafficRequest]]:
+    """Yield a file's lines with their numbers. A last one that a crash has cut is a warning. Raises TraceError."""
     for number, line in numbered_lines(path):
-        if bad is not None:
-            raise TraceError(f"{path}, line {bad[0]}: {bad[1]}; {EXPECTED}")
-        columns.count()
-        previous = number, line
+        on_line(len(line))
         if _HEADER in line:
-            header = _header(path, number, line)
-            if header.block_tokens != size:
-                raise TraceError(
-                    f"{path}, line {number}: blocks of {header.block_tokens} tokens follow those of {size}"
-                )
-            started_s, recorded = header.started_s, bool(header.writer)
-            place = columns.recordings.setdefault(header.recording, len(columns.recordings))
-            for name, facts in header.models.items():
-                columns.facts.setdefault(name, facts)
+            yield number, _header(path, number, line)
             continue
+        decoded: ReplicaChange | TrafficRequest
         try:
             if _CHANGE in line and b'"input_length"' not in line:
-                change = _changes.decode(line)
-                at_s = started_s + change.timestamp / 1000.0
-                columns.changes.append(ReplicasAt(at_s, change.model, len(change.replicas)))
-                continue
-            if place < 0:  # without a header
-                place = columns.recordings.setdefault(f"file {path}", len(columns.recordings))
-            late = columns.late
-            _add(_requests.decode(line), started_s, place, size, coarser, columns)
-            if recorded:  # a line is written when its answer has ended
-                columns.late = late
+                decoded = _changes.decode(line)
+            else:
+                decoded = _requests.decode(line)
         except (ValueError, RecursionError) as error:
-            bad = number, str(error)  # of the last line, which a crash may have cut, alone it is no fault
-    if bad is not None and previous is not None:
-        if previous[1].endswith(b"\n"):
-            raise TraceError(f"{path}, line {bad[0]}: {bad[1]}; {EXPECTED}")
-        columns.warnings.append(f"{path}: the last line, {bad[0]}, is cut off and left out")
+            if line.endswith(b"\n"):
+                raise TraceError(f"{path}, line {number}: {error}; {EXPECTED}") from error
+            warnings.append(f"{path}: the last line, {number}, is cut off and left out")
+            return
+        yield number, decoded
+
+
+def _read(path: Path, size: int, coarser: int, columns: _Columns) -> None:
+    started_s, place, recorded = 0.0, -1, False
+    for number, line in _decoded(path, columns.warnings, lambda _: columns.count()):
+        if isinstance(line, Header):
+            if line.block_tokens != size:
+                raise TraceError(f"{path}, line {number}: blocks of {line.block_tokens} tokens follow those of {size}")
+            started_s, recorded = line.started_s, bool(line.writer)
+            place = columns.recordings.setdefault(line.recording, len(columns.recordings))
+            for name, facts in line.models.items():
+                columns.facts.setdefault(name, facts)
+            continue
+        if isinstance(line, ReplicaChange):
+            columns.changes.append(ReplicasAt(started_s + line.timestamp / 1000.0, line.model, len(line.replicas)))
+            continue
+        if place < 0:  # without a header
+            place = columns.recordings.setdefault(f"file {path}", len(columns.recordings))
+        late = columns.late
+        try:
+            _add(line, started_s, place, size, coarser, columns)
+        except (ValueError, OverflowError) as error:
+            raise TraceError(f"{path}, line {number}: {error}; {EXPECTED}") from error
+        if recorded:  # a line is written when its answer has ended
+            columns.late = late
 
 
 def _add(request: TrafficRequest, started_s: float, recording: int, size: int, coarser: int, columns: _Columns) -> None:

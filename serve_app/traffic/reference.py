@@ -32,6 +32,7 @@ A file that `traffic_log` ([settings](settings.md)) writes is JSON lines: a head
 ends, so in no strict order of time, and a line whenever a model's replicas change. Defaults are left out. Readers
 ignore fields that they do not know, and refuse a later version. Mooncake's traces have the same names (`timestamp`,
 `input_length`, `output_length`, `hash_ids`): their lines are read without a header, in blocks of 512 tokens.
+`warmpath traffic import` makes this form from others.
 
 No line has text, keys or names of tenants. Ids and pseudonyms are made with a key that is kept nowhere.
 
