@@ -140,3 +140,19 @@ def test_faults_are_told_with_a_remedy(
         read_traffic([path], block_tokens=block_tokens)
     assert said in str(caught.value)
     assert "bad.jsonl" in str(caught.value)
+
+
+@given(chains=prompts(), data=st.data())
+def test_a_file_in_any_order_is_read_as_in_the_order_of_time(
+    tmp_path_factory: pytest.TempPathFactory, chains: list[list[int]], data: st.DataObject
+) -> None:
+    """Also in many small parts, as a large file is."""
+    lines = [line(n, 16 * len(chain), chain) for n, chain in enumerate(chains)]
+    folder = tmp_path_factory.mktemp("law")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serve_app.traffic.reader._REQUESTS", 2)
+        patch.setattr("serve_app.traffic.workload._CHUNK", 3)
+        mixed = read_traffic([written(folder / "a", HEADER, *data.draw(st.permutations(lines)))])
+    sorted_one = read_traffic([written(folder / "b", HEADER, *lines)])
+    for name in ("arrival_s", "prompt_tokens", "paths", "path_start", "sizes"):
+        assert getattr(mixed, name).tolist() == getattr(sorted_one, name).tolist()
