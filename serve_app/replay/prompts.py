@@ -11,6 +11,11 @@ import numpy.typing as npt
 
 from serve_app.replay.replica import NOTHING, ReplayJob
 
+FEWEST_TELLING = 10
+"""Prompts that follow an answer; fewer do not tell whether they hold it."""
+FOUND_PART = 0.2
+"""Of those prompts; some answers may be evicted before."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelTraffic:
@@ -94,3 +99,21 @@ def answers_of(
     blocks[blocks <= 0] = 0
     segments[blocks == 0] = -1
     return segments, blocks
+
+
+def answers_found(traffic: ModelTraffic, cached_tokens: npt.NDArray[Any]) -> bool:
+    """Return whether the recorded hits of later prompts reach into earlier answers; True where nothing tells.
+
+    They do not if clients leave out what a model has thought, or send made prompts. ``cached_tokens``: by request.
+    """
+    grown = np.unique(traffic.grown_segment[traffic.grown_segment >= 0])
+    used, firsts = np.unique(traffic.paths, return_index=True)
+    places = firsts[np.searchsorted(used, grown)]
+    later = np.searchsorted(traffic.path_start, places, side="right") - 1
+    blocks = np.concatenate(([0], np.cumsum(np.asarray(traffic.sizes, np.int64)[traffic.paths])))
+    before = (blocks[places] - blocks[traffic.path_start[later]]) * traffic.block_tokens
+    cached = cached_tokens[later].astype(np.int64)
+    telling = (cached >= before) & (before > 0)
+    if telling.sum() < FEWEST_TELLING:
+        return True
+    return bool(np.mean(cached[telling] > before[telling]) >= FOUND_PART)

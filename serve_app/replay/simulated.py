@@ -19,7 +19,7 @@ from serve_app.engine.runner.kv_size import dtype_bytes
 from serve_app.replay.cluster import ReplayCluster
 from serve_app.replay.forked import forked
 from serve_app.replay.outcome import curves_of, figures_of
-from serve_app.replay.prompts import ModelTraffic, answers_of
+from serve_app.replay.prompts import ModelTraffic, answers_found, answers_of
 from serve_app.replay.rates import card_rates, recorded_rates, with_rates
 from serve_app.replay.search import FIXED, OURS, RUNS, SCALING_RULES, ScalingGoal, Search, Tried, search
 from serve_app.replay.setup import CacheTier, Rates, Setup
@@ -192,6 +192,7 @@ class ModelReplay:
             start_s=plan.start_s,
             warm_join=plan.copies,
             hand_over=plan.copies,
+            answers_cached=answers_found(self.traffic, workload.cached_tokens[chosen]),
         )
         self.recorded = self._recorded()
         self.sizes = [(each.at_s, each.replicas) for each in workload.changes if each.model in ("", model)]

@@ -16,8 +16,8 @@ from serve_app.replay.simulated import AGAIN, ReplayPlan, replay_report
 from serve_app.traffic.reader import read_traffic
 from serve_app.traffic.workload import Workload
 
-TRUTHS = (("plateau", FIXED), (AGENTS, FIXED), ("ramp", OURS))
-"""Traffic and the arm that serves it: conversations, agents, and with scale events."""
+TRUTHS = (("plateau", FIXED, 1.0), (AGENTS, FIXED, 0.2), ("ramp", OURS, 1.0))
+"""Traffic, the arm that serves it, and its part of the load: conversations, agents, and with scale events."""
 BARS = {"hit_rate": 0.01, "ttft_mean_s": 0.10, "ttft_p90_s": 0.15}
 """By figure: how far the simulated run may be from the recorded one."""
 
@@ -38,8 +38,8 @@ def recorded_run(
 def truth(options: Options, contest: Contest, folder: Path) -> dict[str, Any]:
     """Return, for each traffic, the recorded run's figures, the simulated one's, and their ratios."""
     rows = {}
-    for trace, arm in TRUTHS:
-        load = OfferedLoad(trace, options.seconds, options.requests_per_s, options.shrink, options.seed)
+    for trace, arm, part in TRUTHS:
+        load = OfferedLoad(trace, options.seconds, part * options.requests_per_s, options.shrink, options.seed)
         workload, _ = load_of(load, folder)
         name = f"{trace}, {arm}"
         found, clients = recorded_run(options, workload, arm_of(arm, contest, folder / "times.json"), name, folder)
