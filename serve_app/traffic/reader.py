@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from serve_app.request_files import TraceError, numbered_lines
 from serve_app.traffic.record import VERSION, Header, RecordedModel, ReplicaChange, ShadowChoice, TrafficRequest
-from serve_app.traffic.workload import ReplicasAt, ShadowTold, Workload, segments
+from serve_app.traffic.workload import ReplicasAt, ShadowTold, Workload, chained, segments
 
 MOONCAKE_BLOCK_TOKENS = 512
 MOST_IDS = 100_000_000
@@ -252,7 +252,8 @@ def _workload(columns: _Columns, block_tokens: int, paths: Sequence[Path]) -> Wo
     try:
         flat, path_start, sizes = segments(ids, starts)
     except ValueError as error:
-        raise TraceError(f"{', '.join(map(str, paths))}: {error}") from error
+        warnings.append(f"{error}: ids are taken together with those before them")
+        flat, path_start, sizes = segments(chained(ids, starts), starts)
     first_s = float(arrival_s[order[0]])
 
     def column(values: array[Any], kind: Any) -> npt.NDArray[Any]:

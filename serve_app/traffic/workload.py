@@ -122,3 +122,23 @@ def segments(ids: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64]) -> tupl
     sizes = np.zeros(len(heads), np.int32)
     sizes[paths] = lengths
     return paths.astype(np.int32), np.searchsorted(places, starts).astype(np.int64), sizes
+
+
+def chained(ids: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Return ids that stand for whole beginnings, of ids of single blocks, or that two blocks have by mistake."""
+    made = np.empty_like(ids)
+    lengths = np.diff(starts)
+    rows = np.flatnonzero(lengths)
+    before = np.zeros(len(rows), np.uint64)
+    depth = 0
+    while len(rows):
+        at = starts[rows] + depth
+        mixed = before * np.uint64(0xD1342543DE82EF95) + ids[at] + np.uint64(0x9E3779B97F4A7C15)  # splitmix64
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        before = mixed ^ (mixed >> np.uint64(31))
+        made[at] = before
+        depth += 1
+        longer = lengths[rows] > depth
+        rows, before = rows[longer], before[longer]
+    return made
