@@ -224,14 +224,16 @@ def facts_of(model: ModelInLog) -> RecordedModel:
         engine=config.engine,
         policy=config.policy,
         replicas=len(core.replica_ids),
-        pool_tokens=max((_pool_blocks(report) for report in core.stats().values()), default=0) * config.block_size,
+        pool_tokens=int(max(_sums(core.stats(), "warmpath_kv_cache_blocks"), default=0.0)) * config.block_size,
         prefill_tokens_per_s=round(rate, 3),
         decode_step_s=step_s if simulated else 0.0,
         decode_each_s=SIMULATED_DECODE_EACH_S if simulated else 0.0,
         max_num_seqs=config.max_num_seqs,
+        pull_tokens_per_s=max(_sums(core.stats(), "warmpath_kv_pull_tokens_per_second"), default=0.0),
         settings={name: value for name, value in values.items() if value is not None},
     )
 
 
-def _pool_blocks(report: StatsReport) -> int:
-    return int(sum(value for name, _, value in report.samples if name == "warmpath_kv_cache_blocks"))
+def _sums(reports: Mapping[str, StatsReport], name: str) -> list[float]:
+    """Return the sum of a metric's samples in each report."""
+    return [sum(value for each, _, value in report.samples if each == name) for report in reports.values()]

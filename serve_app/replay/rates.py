@@ -99,7 +99,7 @@ def recorded_rates(
         decode_step_s=step_s,
         decode_each_s=each_s,
         overhead_s=overhead_s,
-        pull_tokens_per_s=float(settings.get("pull_tokens_per_s") or 0.0),
+        pull_tokens_per_s=known.pull_tokens_per_s,
         step_tokens=int(settings.get("max_num_batched_tokens") or Rates(1.0).step_tokens),
         max_num_seqs=known.max_num_seqs or int(settings.get("max_num_seqs") or Rates(1.0).max_num_seqs),
         max_itl_s=float(settings["max_itl_ms"]) / 1000.0 if settings.get("max_itl_ms") else float("inf"),

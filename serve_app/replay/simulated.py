@@ -190,8 +190,8 @@ class ModelReplay:
             pool_tokens=plan.pool_tokens[0] if plan.pool_tokens else pool_tokens,
             tiers=self._tiers(plan.host_tokens[0]) if plan.host_tokens else (),
             start_s=plan.start_s,
-            warm_join=plan.copies,
-            hand_over=plan.copies,
+            warm_join=plan.copies and bool(self._facts.settings.get("prewarm", True)),
+            hand_over=plan.copies and bool(self._facts.settings.get("handover", True)),
             answers_cached=answers_found(self.traffic, workload.cached_tokens[chosen]),
         )
         self.recorded = self._recorded()

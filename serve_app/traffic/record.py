@@ -20,8 +20,8 @@ class RecordedModel(Struct, omit_defaults=True, frozen=True):
     """What a model's replicas were when the recording began; 0 or "" where it is not known.
 
     ``pool_tokens``: of one replica's KV pool; ``prefill_tokens_per_s``: of one replica; ``decode_step_s``: of a step
-    with one sequence, and ``decode_each_s`` more for each further one; ``settings``: what ``replay`` simulates with, by
-    their names in a settings file.
+    with one sequence, and ``decode_each_s`` more for each further one; ``pull_tokens_per_s``: KV copied from another
+    replica; ``settings``: what ``replay`` simulates with, by their names in a settings file.
     """
 
     engine: str = ""
@@ -32,6 +32,7 @@ class RecordedModel(Struct, omit_defaults=True, frozen=True):
     decode_step_s: float = 0.0
     decode_each_s: float = 0.0
     max_num_seqs: Count = 0
+    pull_tokens_per_s: float = 0.0
     settings: dict[str, Any] = {}
 
 

@@ -63,6 +63,7 @@ _STRUCTS: dict[type[Struct], tuple[str, dict[str, str]]] = {
             "decode_step_s": "A step with one sequence.",
             "decode_each_s": "What each further sequence adds to a step.",
             "max_num_seqs": "The most sequences of a step.",
+            "pull_tokens_per_s": "Of KV copied from another replica; 0: none is.",
             "settings": "What `replay` simulates with, by names of settings.",
         },
     ),

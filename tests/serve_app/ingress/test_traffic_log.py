@@ -366,7 +366,8 @@ def test_the_header_waits_for_the_first_replicas(
         async with opened(checkpoint, config, replicas=("a",)) as several:
             core, blocks = several.core("demo"), ("warmpath_kv_cache_blocks", (("state", "free"),), 500.0)
             await several.ask("/v1/chat/completions", {**CHAT, "model": "demo"})
-            monkeypatch.setattr(core, "stats", lambda: dict.fromkeys(core.replica_ids, StatsReport((blocks,))))
+            pulls = "warmpath_kv_pull_tokens_per_second", (), 700.0
+            monkeypatch.setattr(core, "stats", lambda: dict.fromkeys(core.replica_ids, StatsReport((blocks, pulls))))
             for _ in range(3):
                 await asyncio.sleep(traffic_log.LOOK_S)
             assert not path.exists()
@@ -375,7 +376,7 @@ def test_the_header_waits_for_the_first_replicas(
 
     asyncio.run(ask())
     facts = lines_of(path)[0]["models"]["demo"]
-    assert (facts["replicas"], facts["pool_tokens"]) == (2, 8000)
+    assert (facts["replicas"], facts["pool_tokens"], facts["pull_tokens_per_s"]) == (2, 8000, 700.0)
 
 
 def test_what_a_router_decided_is_told(checkpoint: ReadCheckpoint, tmp_path: Path) -> None:
