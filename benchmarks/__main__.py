@@ -31,6 +31,7 @@ BENCHMARKS = {
     "routing": ("routing.decision_latency", "6 minutes"),
     "simulate": ("simulation.run", "5 minutes"),
     "day": ("simulation.day", "an hour: ten minutes a seed"),
+    "large_file": ("simulation.large_file", "12 minutes"),
     "hostile": ("isolation.hostile.run", "10 minutes"),
     "flooding": ("isolation.flooding", "20 seconds"),
     "batches": ("isolation.batches", "2 minutes"),
