@@ -167,7 +167,6 @@ def test_a_file_in_any_order_is_read_as_in_the_order_of_time(
     folder = tmp_path_factory.mktemp("law")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("serve_app.traffic.reader._REQUESTS", 2)
-        patch.setattr("serve_app.traffic.workload._CHUNK", 3)
         mixed = read_traffic([written(folder / "a", HEADER, *data.draw(st.permutations(lines)))])
     sorted_one = read_traffic([written(folder / "b", HEADER, *lines)])
     for name in ("arrival_s", "prompt_tokens", "paths", "path_start", "sizes"):
