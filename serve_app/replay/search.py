@@ -31,12 +31,16 @@ SCALING_RULES = (OURS, SERVE, RAY_TTFT, LLMD, FIXED, ORACLE)
 
 @dataclass(frozen=True, slots=True)
 class ScalingGoal:
-    """``part`` of all requests get their first token within ``ttft_s``, with ``least`` to ``most`` replicas."""
+    """``part`` of all requests get their first token within ``ttft_s``, with ``least`` to ``most`` replicas.
+
+    ``first``: replicas at the beginning; None: as many as are needed then, as if the cluster had run before.
+    """
 
     ttft_s: float
     part: float
     least: int
     most: int
+    first: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class Search:
         goal = self._goal
         bounds = ScaleBounds(goal.least, goal.most, goal.ttft_s * (setting if name in (RAY_TTFT, LLMD) else 1.0))
         work = self.work()
-        first = bounds.within(max(1, ceil(work[0] + sqrt(work[0]))))
+        first = goal.first or bounds.within(max(1, ceil(work[0] + sqrt(work[0]))))
         if name == OURS:
             settings = self.autoscaling(setting)
             return OurRule(settings), max(first, settings.min_replicas)

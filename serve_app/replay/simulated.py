@@ -138,6 +138,7 @@ class ReplayPlan:
     rules: tuple[str, ...] = ()
     least: int = 1
     most: int | None = None
+    first: int | None = None
     start_s: float = 60.0
     copies: bool = True
     card: str = ""
@@ -328,7 +329,7 @@ class ModelReplay:
 
     def _goal(self) -> ScalingGoal:
         plan = self._plan
-        return ScalingGoal(plan.ttft_s, plan.part, plan.least, plan.most or self._most())
+        return ScalingGoal(plan.ttft_s, plan.part, plan.least, plan.most or self._most(), plan.first)
 
     def _most(self) -> int:
         """Return more replicas than the busiest minutes keep busy."""

@@ -69,7 +69,7 @@ def recommended(options: Options, contest: Contest, workload: Workload, folder: 
     found, row = recorded_run(options, workload, first, "recorded", folder)
     plan = ReplayPlan(
         autoscaling=True, ttft_s=options.target_ttft, part=options.part, rules=(OURS,), least=contest.least,
-        most=contest.most, start_s=options.start_s,
+        most=contest.most, first=contest.least, start_s=options.start_s,
     )  # fmt: skip
     report = replay_report(found, plan, lambda *_: None)
     note(" ".join(report["verdict"]) + "\n" + report["settings"])
