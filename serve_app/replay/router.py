@@ -115,7 +115,9 @@ class ReplayRouter:
         self._names: dict[int, str] = {}
         self._of_mask: dict[int, tuple[str, ...]] = {}
         self._rows: dict[str, ReplayReplica] = {}
-        self._pending: dict[int, dict[int, int]] = {}
+        self._pending: dict[tuple[int, int], int] = {}
+        """By segment and bit of a replica: the prompts with it that the replica has not computed yet."""
+        self._pending_masks: dict[int, int] = {}
         self.loads = ModelledLoads((), setup)
 
     def replicas(self, replicas: Sequence[ReplayReplica]) -> None:
@@ -163,26 +165,28 @@ class ReplayRouter:
             names = self._of_mask[mask] = tuple(name for bit, name in self._names.items() if bit & mask)
         return names
 
-    def _note(self, found: dict[str, int], bit: int, blocks: int) -> None:
-        name = self._names.get(bit)
-        if name is not None and blocks:
-            tokens = blocks * self._size
-            if tokens > found.get(name, 0):
-                found[name] = tokens
-
     def _in_flight(self, path: Sequence[int], limit_blocks: int) -> dict[str, int]:
-        """Return by replica the tokens that prefills under way will have cached."""
+        """Return by replica the tokens that prefills under way will have cached, where they are more than it holds.
+
+        One of those with the most is among them in any case.
+        """
         found: dict[str, int] = {}
-        blocks, mask = 0, 0
-        for place, segment in enumerate(path):
-            counts = self._pending.get(segment)
-            if not counts:
+        whole, size, blocks, mask, deepest = self._holders.whole, self._size, 0, -1, 0
+        for segment in path:
+            under_way = self._pending_masks.get(segment, 0) & mask
+            if not under_way:
                 break
+            mask = deepest = under_way
             blocks = min(blocks + self._sizes[segment], limit_blocks)
-            for bit in counts:
-                if not place or bit & mask:
-                    self._note(found, bit, blocks)
-            mask = sum(counts)
+            lacking = mask & ~whole.get(segment, 0)
+            while lacking:
+                bit = lacking & -lacking
+                lacking ^= bit
+                if bit in self._names:
+                    found[self._names[bit]] = blocks * size
+        name = self._names.get(deepest & -deepest)
+        if name is not None and blocks:
+            found.setdefault(name, blocks * size)
         return found
 
     def decide(self, job: ReplayJob, now_s: float) -> ReplayDecision:
@@ -218,18 +222,24 @@ class ReplayRouter:
 
     def begun(self, job: ReplayJob, replica: ReplayReplica) -> None:
         """Note that a replica will compute a prompt."""
-        bit = replica.pool.bit
+        bit, masks = replica.pool.bit, self._pending_masks
         for segment in job.path:
-            counts = self._pending.setdefault(segment, {})
-            counts[bit] = counts.get(bit, 0) + 1
+            key = segment, bit
+            before = self._pending.get(key, 0)
+            self._pending[key] = before + 1
+            if not before:
+                masks[segment] = masks.get(segment, 0) | bit
 
     def computed(self, job: ReplayJob, replica: ReplayReplica) -> None:
         """Note that it has."""
-        bit = replica.pool.bit
+        bit, masks = replica.pool.bit, self._pending_masks
         for segment in job.path:
-            counts = self._pending[segment]
-            counts[bit] -= 1
-            if not counts[bit]:
-                del counts[bit]
-                if not counts:
-                    del self._pending[segment]
+            key = segment, bit
+            left = self._pending[key] - 1
+            if left:
+                self._pending[key] = left
+                continue
+            del self._pending[key]
+            masks[segment] ^= bit
+            if not masks[segment]:
+                del masks[segment]
