@@ -15,6 +15,7 @@ from benchmarks.end_to_end.autoscale.arms import MOST_COMPRESSED, Contest, Scali
 from benchmarks.end_to_end.autoscale.figures import row_of, traffic_of
 from benchmarks.end_to_end.autoscale.stage import play, undisturbed
 from benchmarks.end_to_end.autoscale.traffic import shots_of
+from serve_app.config.engine import ENGINES
 from serve_app.replay.open_loop import Shot
 from serve_app.replay.outcome import curves_of
 from serve_app.replay.rates import card_rates
@@ -33,7 +34,7 @@ _FAST = {"simulated_prefill_tokens_per_s": 1e6, "simulated_decode_step_s": 0.001
 def settings_of(options: Options) -> dict[str, Any]:
     """Return the application's settings that all arms have."""
     settings: dict[str, Any] = {"model": options.model, "engine": options.engine, "block_size": BLOCK_TOKENS}
-    if options.engine != "simulated":
+    if not ENGINES[options.engine].simulated:
         # In bfloat16 what is computed at once and what comes from the cache may round differently.
         return settings | {"dtype": "float32", "num_threads": 1}
     rates, pool_tokens = card_rates(options.card, WEIGHTS_BYTES, DTYPE_BYTES, BYTES_PER_TOKEN)
@@ -101,13 +102,13 @@ def compare(
 
 
 def _right(base: dict[str, Any], shots: list[Shot], bar: Callable[[str, int], Callable[[], object]]) -> dict[int, str]:
-    simulated = base["engine"] == "simulated"
+    simulated = ENGINES[base["engine"]].simulated
     return undisturbed({**base, **(_FAST if simulated else {})}, shots, bar("undisturbed", len(shots)))
 
 
 def _warnings(options: Options, contest: Contest) -> list[str]:
     said = [f"All rules' delays are divided by {contest.compressed:.3g}."]
-    if options.engine == "simulated":
+    if ENGINES[options.engine].simulated:
         said.append(f"Engines are simulated: {options.card} with an 8B model, tokens divided by {options.shrink}.")
     return said
 
