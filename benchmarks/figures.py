@@ -89,6 +89,11 @@ def _routing(results: Results) -> str:
     return f"**{ours:.0f} µs**; Ray's prefix tree: {ray:,.0f} µs"
 
 
+def _autoscale(results: Results) -> str:
+    (row,) = results["rows"]
+    return f"**{row['lost'] + row['altered']}** of {row['requests']}, {row['changes']} events, {row['kills']} kills"
+
+
 ROWS: dict[str, FigureRow] = {
     "ttft": FigureRow(
         "Time to first token, 2,700 cached tokens",
@@ -119,6 +124,12 @@ ROWS: dict[str, FigureRow] = {
         _flooding,
         "a neighbour cannot empty your cache",
         "flooding",
+    ),
+    "autoscale": FigureRow(
+        "Answers lost to scaling and kills (simulated)",
+        _autoscale,
+        "scaling costs none",
+        "autoscale --trace saw --arms ours --seconds 150 --requests-per-s 4 --compress 60 --min-replicas 2 --kills 6",
     ),
     "predictions": FigureRow(
         "Cached tokens exactly as predicted, over vLLM",

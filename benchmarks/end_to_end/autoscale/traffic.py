@@ -26,7 +26,7 @@ from serve_app.traffic.workload import Workload
 TENANTS, AGENTS = "tenants", "agents"
 DAY_S = 86_400.0
 LONGEST_ANSWER, SHORTEST_ANSWER = 96, 4
-_TOOTH_S = 40.0
+_TOOTH_S = 28.0
 _SMALL = TrafficSettings(0.4, start_s=36_000.0, tenants=4, system_prompts=6, max_blocks=20)
 """Few tenants, so that caches are warm after a minute; a conversation goes on after some 50 requests."""
 _DAY = TrafficSettings(0.4, max_blocks=20)
