@@ -121,11 +121,11 @@ class ReplayReplica:
         if step is None:
             return self.queued_tokens, self.queued_tokens if not self.shortest_first else 0
         part = (now_s - step.begun_s) / step.step_s if step.step_s else 0.0
-        done = min(int(part * step.tokens), step.tokens * step.times)
+        done = min(int(part + 1e-9), step.times) * step.tokens  # engines report as of their last step
         queued = max(self.queued_tokens - done, 1)
         if not self.shortest_first:
             return queued, queued
-        return queued, min(queued, step.tokens - done % step.tokens if step.tokens else 0)
+        return queued, min(queued, step.tokens)
 
     def progress(self) -> tuple[int, float, float, int, int]:
         """Return the tokens queued at the last step's end, when the present steps began, their tokens a second and in

@@ -75,9 +75,9 @@ class ModelledLoads(LoadTable):
                 self._take_work(load, self.sources[load.row])
         done = (now_s - self._begun_s) * self._per_s
         np.minimum(done, self._most, done)
-        np.floor(done, done)
+        done = np.floor(done / self._modulus + 1e-9) * self._modulus  # engines report as of their last step
         queued = np.maximum(self._base - done, self._least)
-        committed = np.minimum(queued, self._step - np.mod(done, self._modulus)) if self._shortest_first else queued
+        committed = np.minimum(queued, self._step) if self._shortest_first else queued
         self.queued_tokens, self.committed_tokens = queued, committed
         self.overtakable_tokens = others = queued - committed
         jobs = np.maximum(self.waiting - (committed > 0.0), 1.0)

@@ -317,3 +317,14 @@ def test_a_pull_costs_its_tokens() -> None:
     assert world.cached == {0: 160}
     assert world.first[0] == pytest.approx(0.016 + 0.001)
     world.nothing_left(1)
+
+
+def test_routers_see_the_work_as_of_the_last_step() -> None:
+    """As engines report it: within a step nothing is told of what it has done."""
+    world = World(Rates(1000.0), [], 100)
+    tokens = 2 * LEAST_STEP_TOKENS
+    world.replica.submit(ReplayJob(0, 0.0, tokens, 1, 0, [], tokens // SIZE), 0.0)
+    world.replica.tick(0.0)
+    step_s = LEAST_STEP_TOKENS / 1000.0
+    told = [world.replica.load(part * step_s) for part in (0.0, 0.9, 1.1, 1.9)]
+    assert told == [(tokens, LEAST_STEP_TOKENS)] * 2 + [(LEAST_STEP_TOKENS, LEAST_STEP_TOKENS)] * 2
