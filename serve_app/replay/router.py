@@ -132,6 +132,8 @@ class ReplayRouter:
     def matches(self, path: Sequence[int], limit_blocks: int) -> dict[str, int]:
         """Return the tokens of a prompt's beginning by the name of each replica that holds some."""
         found: dict[str, int] = {}
+        if not limit_blocks:
+            return found
         whole, some, sizes = self._holders.whole, self._holders.some, self._sizes
         blocks, mask = 0, -1
         parts_found: list[tuple[str, int]] = []

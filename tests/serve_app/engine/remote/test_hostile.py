@@ -463,6 +463,27 @@ def pairs() -> Iterator[dict[str, tuple[Here, Seat]]]:
         yield found
 
 
+def test_a_body_behind_an_answer_that_has_none_ends_no_neighbour(pairs: dict[str, tuple[Here, Seat]]) -> None:
+    """The bytes behind a 204 are read as the next answer of its connection: that of a look at its health, maybe."""
+    server, seat = pairs["vllm"]
+
+    async def lie(asked: web.Request, _: Handler) -> web.StreamResponse:
+        answer = web.StreamResponse(status=204)
+        await answer.prepare(asked)
+        assert asked.transport is not None
+        asked.transport.write(b"data: nonsense\n\n" * 20)  # type: ignore[attr-defined]
+        return answer
+
+    lie_to(server, lie)
+    for number in range(20):
+        seat.fit()
+        out, names = Kept(), (f"lied {number}", f"neighbour {number}")
+        seat.submit(request(names[0], LIED_TO, 8), out)
+        seat.submit(request(names[1], PROMPT, 8), out)
+        out.wait(names)
+        assert out.tokens[names[1]] == answer_to(PROMPT.tolist(), 8), out.errors
+
+
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), kind=st.sampled_from(["vllm", "sglang"]))
 def test_whatever_a_worker_answers_nothing_of_another_request_is_touched(
