@@ -53,8 +53,7 @@ def day(requests_per_s: float, hours: float, seed: int) -> Workload:
 def hours_of(options: Options, seed: int, progress: Progress) -> dict[str, Any]:
     """Return one day's rows by rule."""
     workload = day(options.requests_per_s, options.hours, seed)
-    columns = {name: getattr(workload, name) for name in TRAFFIC_COLUMNS}
-    traffic = model_traffic(columns, np.ones(len(workload), np.bool_), workload.block_tokens)
+    traffic = model_traffic(workload, np.ones(len(workload), np.bool_))
     rates = Rates(options.prefill_rate, 0.02, 0.0002, pull_tokens_per_s=60_000.0)
     setup = Setup("day", rates, pool_tokens=options.pool_tokens, start_s=options.start_s)
     goal = ScalingGoal(options.ttft_s, options.part, 1, options.max_replicas)
@@ -74,9 +73,6 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
     if OURS in hours and ORACLE in hours:
         told["of the oracle"] = hours[OURS] / hours[ORACLE]
     return told
-
-
-TRAFFIC_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "tenant", "paths", "path_start", "sizes")
 
 
 @benchmark(

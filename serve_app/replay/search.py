@@ -59,13 +59,13 @@ class Search:
     """Runs rules over one model's requests."""
 
     def __init__(self, prompts: ModelTraffic, setup: Setup, goal: ScalingGoal) -> None:
-        self._prompts, self._setup, self._goal = prompts, setup, goal
+        self._prompts, self._setup, self.goal = prompts, setup, goal
         self._work: list[float] | None = None
         self._reachable = 0.0
 
     def rule(self, name: str, setting: float) -> tuple[ScalingRule, int]:
         """Return a rule at a setting, and the replicas it starts with: as many as it needs at the beginning."""
-        goal = self._goal
+        goal = self.goal
         bounds = ScaleBounds(goal.least, goal.most, goal.ttft_s * (setting if name in (RAY_TTFT, LLMD) else 1.0))
         work = self.work()
         first = goal.first or bounds.within(max(1, ceil(work[0] + sqrt(work[0]))))
@@ -85,7 +85,7 @@ class Search:
 
     def autoscaling(self, setting: float) -> AutoscalingConfig:
         """Return our rule's settings: for a part of the target, and below ``FIRMEST`` for more ``min_replicas``."""
-        goal = self._goal
+        goal = self.goal
         more = round((goal.most - goal.least) * max(FIRMEST - setting, 0.0) / FIRMEST)
         return AutoscalingConfig(
             min_replicas=goal.least + more,
@@ -97,9 +97,9 @@ class Search:
         """Return by window the replicas that are busy with prefill and answers while there are more than enough."""
         if self._work is None:
             rates, prompts = self._setup.rates, self._prompts
-            setup = replace(self._setup, name="work", replicas=self._goal.most)
+            setup = replace(self._setup, name="work", replicas=self.goal.most)
             result = ReplayCluster(prompts, setup).run()
-            self._reachable = attainment(result, self._goal.ttft_s)
+            self._reachable = attainment(result, self.goal.ttft_s)
             windows = int(prompts.arrival_s[-1] // WINDOW_S) + 1 if len(prompts) else 1
             place = (prompts.arrival_s // WINDOW_S).astype(np.int64)
             prefill_s = (prompts.prompt_tokens - result.cached_tokens) / rates.prefill_tokens_per_s
@@ -116,7 +116,7 @@ class Search:
             name,
             setting,
             first,
-            figures_of(self._prompts, result, self._goal.ttft_s),
+            figures_of(self._prompts, result, self.goal.ttft_s),
             self.settings_of(name, setting),
             result,
         )
@@ -128,7 +128,7 @@ class Search:
 
     def settings_of(self, name: str, setting: float) -> dict[str, Any]:
         """Return what a settings file says for a rule; {} where no file can."""
-        goal = self._goal
+        goal = self.goal
         if name == OURS:
             return {"autoscaling": self.autoscaling(setting).model_dump()}
         if name == FIXED:
@@ -146,7 +146,7 @@ class Search:
         def good(setting: float) -> bool:
             tried.append(self.run(name, setting))
             progress(len(tried))
-            return bool(tried[-1].figures["within_target"] >= self._goal.part)
+            return bool(tried[-1].figures["within_target"] >= self.goal.part)
 
         # ``falls``: a larger setting means fewer replicas, so the largest good one is looked for; else the smallest.
         strict, loose = (low, high) if falls else (high, low)
@@ -169,7 +169,7 @@ class Search:
         return (strict + loose) / 2 if name == OURS else sqrt(max(strict, 1e-3) * max(loose, 1e-3))
 
     def _rank(self, one: Tried) -> tuple[float, float]:
-        met = one.figures["within_target"] >= self._goal.part
+        met = one.figures["within_target"] >= self.goal.part
         return (0.0, one.figures["replica_hours"]) if met else (1.0, -one.figures["within_target"])
 
     def _range(self, name: str) -> tuple[float, float, bool]:
@@ -183,7 +183,7 @@ class Search:
         if name == LLMD:
             return 0.25, 8.0, True
         if name == FIXED:
-            return float(max(self._goal.least, 1)), float(self._goal.most), False
+            return float(max(self.goal.least, 1)), float(self.goal.most), False
         return 0.01, 6.0, False
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -25,7 +25,7 @@ from serve_app.replay.search import FIXED, OURS, RUNS, SCALING_RULES, ScalingGoa
 from serve_app.replay.setup import CacheTier, Rates, Setup
 from serve_app.replay.verdict import of_rules, of_setups, of_shadow, of_truth, settings_of
 from serve_app.traffic.record import RecordedModel
-from serve_app.traffic.workload import Workload
+from serve_app.traffic.workload import Workload, reusable_tokens
 
 AGAIN = "recorded, simulated"
 """The row that simulates what was recorded, with its policy and replicas: it shows how far to trust the others."""
@@ -36,39 +36,26 @@ Told = Callable[[int], object]
 
 def unlimited_hit_rate(traffic: ModelTraffic) -> float:
     """Return the part of all prompt tokens that one cache without a limit would serve, answers not counted."""
-    seen: set[int] = set()
-    cached, size = 0, traffic.block_tokens
-    flat, starts, sizes = traffic.paths.tolist(), traffic.path_start.tolist(), traffic.sizes
-    for number, tokens in enumerate(traffic.prompt_tokens.tolist()):
-        blocks = 0
-        path = flat[starts[number] : starts[number + 1]]
-        for segment in path:
-            if segment not in seen:
-                break
-            blocks += sizes[segment]
-        cached += min(blocks, max(tokens - 1, 0) // size) * size
-        seen.update(path)
-    total = int(traffic.prompt_tokens.astype(np.int64).sum())
-    return cached / total if total else 0.0
+    sizes = np.asarray(traffic.sizes, np.int64)
+    found = reusable_tokens(traffic.prompt_tokens, traffic.paths, traffic.path_start, sizes, traffic.block_tokens)
+    total = int(traffic.prompt_tokens.sum(dtype=np.int64))
+    return int(found.sum()) / total if total else 0.0
 
 
-def model_traffic(
-    columns: Mapping[str, Any], chosen: np.ndarray[Any, np.dtype[np.bool_]], block_tokens: int
-) -> ModelTraffic:
-    """Return the chosen requests of a file. ``columns``: by ``Workload``'s names."""
+def model_traffic(file: Workload, chosen: npt.NDArray[np.bool_]) -> ModelTraffic:
+    """Return the chosen requests of a file."""
     places = np.flatnonzero(chosen)
-    starts = columns["path_start"]
+    starts, paths = file.path_start, file.paths
     lengths = (starts[1:] - starts[:-1])[places]
     path_start = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
-    paths = columns["paths"]
     if len(places) < len(chosen):
         offsets = np.repeat(starts[places] - path_start[:-1], lengths)
         paths = paths[np.arange(path_start[-1]) + offsets]
-    sizes = columns["sizes"].tolist()
-    prompt_tokens, output_tokens = columns["prompt_tokens"][places], columns["output_tokens"][places]
-    grown = answers_of(prompt_tokens, output_tokens, paths, path_start, sizes, block_tokens)
+    sizes = file.sizes.tolist()
+    prompt_tokens, output_tokens = file.prompt_tokens[places], file.output_tokens[places]
+    grown = answers_of(prompt_tokens, output_tokens, paths, path_start, sizes, file.block_tokens)
     return ModelTraffic(
-        block_tokens, columns["arrival_s"][places], prompt_tokens, output_tokens, columns["tenant"][places], paths,
+        file.block_tokens, file.arrival_s[places], prompt_tokens, output_tokens, file.tenant[places], paths,
         path_start, sizes, *grown,
     )  # fmt: skip
 
@@ -107,10 +94,11 @@ def scaled(
     traffic: ModelTraffic, setup: Setup, goal: ScalingGoal, rules: Sequence[str], told: Told, processes: int = 0
 ) -> Scaled:
     """Return each rule's cheapest run that meets the goal, or its nearest; ours without copies of KV, too."""
-    reachable = Search(traffic, setup, goal).reachable()
+    searched = Search(traffic, setup, goal)
+    reachable = searched.reachable()
     if reachable < goal.part:
-        goal = replace(goal, part=reachable * OF_REACHABLE)
-    found = search(Search(traffic, setup, goal), rules, lambda done: told(sum(done)), processes)
+        goal = searched.goal = replace(goal, part=reachable * OF_REACHABLE)
+    found = search(searched, rules, lambda done: told(sum(done)), processes)
     best = {name: tried[0] for name, tried in found.items()}
     shown = dict(best)
     if OURS in best and setup.rates.pull_tokens_per_s and (setup.warm_join or setup.hand_over):
@@ -167,7 +155,6 @@ DEFAULT_POOL_TOKENS = 400_000
 """Of a replica, where neither the file nor a card tells."""
 
 
-_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "tenant", "paths", "path_start", "sizes")
 Curves = dict[str, dict[str, Any]]
 
 
@@ -180,8 +167,7 @@ class ModelReplay:
         self._model = model
         self._shadow = workload.shadows.get(model)
         self.warnings: list[str] = []
-        columns = {name: getattr(workload, name) for name in _COLUMNS}
-        self.traffic = model_traffic(columns, chosen, workload.block_tokens)
+        self.traffic = model_traffic(workload, chosen)
         rates, pool_tokens = self._rates()
         if plan.pull_rate is not None:
             rates = replace(rates, pull_tokens_per_s=plan.pull_rate)

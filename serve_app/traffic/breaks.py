@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from serve_app.request_files import TraceError, numbered_lines
-from serve_app.traffic.workload import Workload
+from serve_app.traffic.workload import Workload, shared_tokens
 
 MOST_BREAKS = 20
 
@@ -33,18 +33,9 @@ def is_recording(path: Path) -> bool:
     return b'"warmpath_traffic"' in line
 
 
-def known_tokens(workload: Workload) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return, by request, the tokens of whole blocks that its prompt shares with the beginning of an earlier one."""
-    earlier = np.ones(len(workload.paths), np.bool_)
-    earlier[np.unique(workload.paths, return_index=True)[1]] = False
-    blocks = np.where(earlier, workload.sizes[workload.paths], 0).astype(np.int64)
-    ends = np.concatenate(([0], np.cumsum(blocks)))[workload.path_start]
-    return np.diff(ends) * workload.block_tokens
-
-
 def prompt_breaks(workload: Workload) -> list[PromptBreak]:
     """Return the places where two or more prompts of a model and tenant break off, most lost tokens first."""
-    known = known_tokens(workload)
+    known = shared_tokens(workload.paths, workload.path_start, workload.sizes, workload.block_tokens)
     width = len(workload.tenants)
     parties = workload.model.astype(np.int64) * width + workload.tenant
     places, which, prompts = np.unique(np.stack((parties, known)), axis=1, return_inverse=True, return_counts=True)

@@ -8,28 +8,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serve_app.traffic.workload import Workload
+from serve_app.traffic.workload import Workload, reusable_tokens
 
 MOST_PARTS = 50
 """Models and tenants that are told, those with most prompt tokens first."""
 
 
-def reusable_tokens(workload: Workload) -> npt.NDArray[np.int64]:
-    """Return, by request, the prompt tokens that an earlier prompt began with: what an unlimited cache would find."""
-    first = np.zeros(len(workload.paths), np.bool_)
-    first[np.unique(workload.paths, return_index=True)[1]] = True
-    seen = np.where(first, 0, workload.sizes[workload.paths]).astype(np.int64)
-    ends = np.concatenate(([0], np.cumsum(seen)))[workload.path_start]
-    most = np.maximum(workload.prompt_tokens.astype(np.int64) - 1, 0)  # the last token is always computed
-    found: npt.NDArray[np.int64] = np.minimum(
-        np.diff(ends) * workload.block_tokens, most // workload.block_tokens * workload.block_tokens
-    )
-    return found
-
-
 def summary_of(workload: Workload) -> dict[str, Any]:
     """Return the figures, ready for JSON."""
-    reusable = reusable_tokens(workload)
+    reusable = reusable_tokens(
+        workload.prompt_tokens, workload.paths, workload.path_start, workload.sizes, workload.block_tokens
+    )
     prompt_tokens = int(workload.prompt_tokens.sum(dtype=np.int64))
     told = workload.cached_tokens >= 0
     cached = int(workload.cached_tokens[told].sum(dtype=np.int64)) / max(1, int(workload.prompt_tokens[told].sum()))

@@ -154,3 +154,22 @@ def chained(ids: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64]) -> npt.N
         longer = lengths[rows] > depth
         rows, before = rows[longer], before[longer]
     return made
+
+
+def shared_tokens(paths: Column, path_start: Column, sizes: Column, block_tokens: int) -> npt.NDArray[np.int64]:
+    """Return, by request, the tokens of whole blocks that its prompt shares with the beginning of an earlier one."""
+    earlier = np.ones(len(paths), np.bool_)
+    earlier[np.unique(paths, return_index=True)[1]] = False
+    blocks = np.where(earlier, sizes[paths], 0).astype(np.int64)
+    ends = np.concatenate(([0], np.cumsum(blocks)))[path_start]
+    found: npt.NDArray[np.int64] = np.diff(ends) * block_tokens
+    return found
+
+
+def reusable_tokens(
+    prompt_tokens: Column, paths: Column, path_start: Column, sizes: Column, block_tokens: int
+) -> npt.NDArray[np.int64]:
+    """Return what an unlimited cache would find of them: the last token is always computed."""
+    most = np.maximum(prompt_tokens.astype(np.int64) - 1, 0) // block_tokens * block_tokens
+    found: npt.NDArray[np.int64] = np.minimum(shared_tokens(paths, path_start, sizes, block_tokens), most)
+    return found

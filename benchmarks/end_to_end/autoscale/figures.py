@@ -12,13 +12,10 @@ from serve_app.replay.prompts import ModelTraffic
 from serve_app.replay.simulated import model_traffic
 from serve_app.traffic.workload import Workload
 
-_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "tenant", "paths", "path_start", "sizes")
-
 
 def traffic_of(workload: Workload) -> ModelTraffic:
     """Return the requests as figures are made of them, all as of one model."""
-    columns = {name: getattr(workload, name) for name in _COLUMNS}
-    return model_traffic(columns, np.ones(len(workload), np.bool_), workload.block_tokens)
+    return model_traffic(workload, np.ones(len(workload), np.bool_))
 
 
 def replayed(run: ScalingRun, traffic: ModelTraffic) -> Replayed:

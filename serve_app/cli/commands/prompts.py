@@ -177,15 +177,19 @@ def _print_breaks(files: list[Path], output: OutputFormat) -> None:
     from dataclasses import asdict
 
     from serve_app.request_files import TraceError
-    from serve_app.traffic.breaks import known_tokens, prompt_breaks
+    from serve_app.traffic.breaks import prompt_breaks
     from serve_app.traffic.reader import read_traffic
+    from serve_app.traffic.workload import shared_tokens
 
     try:
         workload = read_traffic(files)
     except TraceError as error:
         fail(str(error))
     breaks = prompt_breaks(workload)
-    tokens, known = int(workload.prompt_tokens.sum(dtype="int64")), int(known_tokens(workload).sum())
+    tokens, known = (
+        int(workload.prompt_tokens.sum(dtype="int64")),
+        int(shared_tokens(workload.paths, workload.path_start, workload.sizes, workload.block_tokens).sum()),
+    )
     if output is OutputFormat.json:
         told = {"prompts": len(workload), "prompt_tokens": tokens, "known_tokens": known}
         shown = {**told, "breaks": [asdict(one) for one in breaks], "notes": list(workload.warnings)}

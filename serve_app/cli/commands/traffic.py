@@ -4,13 +4,13 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from serve_app.cli.console import Commands, console, fail, harmless
+from serve_app.traffic.forms import SourceForm, TargetForm
 
 if TYPE_CHECKING:
     from serve_app.traffic.importers.prompts import ServerPrompts
@@ -24,26 +24,6 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Coarser = Annotated[int | None, typer.Option(min=1, help="tokens of an id: a multiple of the files'")]
-
-
-class SourceForm(StrEnum):
-    """Forms that can be imported."""
-
-    auto = "auto"
-    openai = "openai"
-    anthropic = "anthropic"
-    batch = "batch"
-    mooncake = "mooncake"
-    weka = "weka"
-    aiperf = "aiperf"
-    vllm = "vllm"
-
-
-class TargetForm(StrEnum):
-    """Forms that can be written."""
-
-    mooncake = "mooncake"
-    aiperf = "aiperf"
 
 
 @app.command("import")
@@ -64,14 +44,14 @@ def import_(
 ) -> None:
     """Make recorded traffic of other files. No text is kept; ids and names are by a key made now and kept nowhere."""
     from serve_app.request_files import TraceError
-    from serve_app.traffic.importers.run import Form, import_traffic
+    from serve_app.traffic.importers.run import import_traffic
     from serve_app.traffic.importers.source import ImportOptions
 
     reader = _tokenizer(tokenizer, block_tokens) if tokenizer is not None else None
     with _progress(sources) as on_line:
         options = ImportOptions(reader=reader, rate=rate, output_tokens=output_tokens, on_line=on_line)
         try:
-            written = import_traffic(sources, Form(form), to, options, block_tokens)
+            written = import_traffic(sources, form, to, options, block_tokens)
         except TraceError as error:
             fail(str(error))
     _tell(options.notes)

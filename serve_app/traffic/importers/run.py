@@ -6,7 +6,6 @@ import gzip
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +14,7 @@ import msgspec
 from router.protocol.block_hash import HASH_BYTES
 from serve_app.errors import unread
 from serve_app.request_files import TraceError, numbered_lines
+from serve_app.traffic.forms import SourceForm
 from serve_app.traffic.importers.bodies import TIMES, BodyLines, body_of
 from serve_app.traffic.importers.source import ImportOptions, SourceRequest
 from serve_app.traffic.importers.vllm_log import MARK, VllmLog
@@ -30,19 +30,6 @@ LOOK_LINES = 1000
 """Lines of a log that are searched for a request."""
 
 
-class Form(StrEnum):
-    """What a file of requests may be."""
-
-    auto = "auto"
-    openai = "openai"
-    anthropic = "anthropic"
-    batch = "batch"
-    mooncake = "mooncake"
-    weka = "weka"
-    aiperf = "aiperf"
-    vllm = "vllm"
-
-
 class Importer(Protocol):
     """A file of one form. ``block_tokens``: of a hash."""
 
@@ -52,13 +39,13 @@ class Importer(Protocol):
         """Yield the file's requests. Raises TraceError."""
 
 
-def form_of(path: Path) -> Form:
+def form_of(path: Path) -> SourceForm:
     """Return the form of a file, by its content. Raises TraceError."""
     first = b""
     for number, line in numbered_lines(path):
         first = first or line
         if MARK in line:
-            return Form.vllm
+            return SourceForm.vllm
         if number == 1 or line.lstrip().startswith(b"{"):
             form = _form_of_line(path, line)
             if form is not None:
@@ -70,14 +57,14 @@ def form_of(path: Path) -> Form:
     if first.lstrip()[:1] in (b"{", b"["):
         with suppress(TraceError):
             AgentSessions(path, ImportOptions())
-            return Form.weka
+            return SourceForm.weka
     raise TraceError(
         f"{path}: no known form begins with {first[:80].decode('utf-8', 'replace').strip()!r}; --format is one of "
-        f"{', '.join(form for form in Form if form != Form.auto)}"
+        f"{', '.join(form for form in SourceForm if form != SourceForm.auto)}"
     )
 
 
-def _form_of_line(path: Path, line: bytes) -> Form | None:
+def _form_of_line(path: Path, line: bytes) -> SourceForm | None:
     try:
         found = msgspec.json.decode(line)
     except (ValueError, RecursionError):
@@ -87,34 +74,38 @@ def _form_of_line(path: Path, line: bytes) -> Form | None:
     if "warmpath_traffic" in found:
         raise TraceError(f"{path} is recorded traffic already: every command reads it as it is")
     if "requests" in found and "block_size" in found:
-        return Form.weka
+        return SourceForm.weka
     if "custom_id" in found and ("body" in found or "params" in found):
-        return Form.batch
+        return SourceForm.batch
     if "input_length" in found:
-        return Form.aiperf if "session_id" in found or "delay" in found or "timestamp" not in found else Form.mooncake
+        return (
+            SourceForm.aiperf
+            if "session_id" in found or "delay" in found or "timestamp" not in found
+            else SourceForm.mooncake
+        )
     if body_of(found) is None:
         return None
     if not any(name in found for name in TIMES):
         raise TraceError(
             f"{path}: its first request has no time, none of {', '.join(TIMES)}; --format batch takes such at --rate"
         )
-    return Form.openai
+    return SourceForm.openai
 
 
-def importer(path: Path, form: Form, options: ImportOptions) -> Importer:
+def importer(path: Path, form: SourceForm, options: ImportOptions) -> Importer:
     """Return what reads a file of a form, which is not ``auto``. Raises TraceError."""
-    if form in (Form.mooncake, Form.aiperf):
+    if form in (SourceForm.mooncake, SourceForm.aiperf):
         return TraceLines(path, options)
-    if form is Form.weka:
+    if form is SourceForm.weka:
         return AgentSessions(path, options)
-    if form is Form.vllm:
+    if form is SourceForm.vllm:
         return VllmLog(path, options)
-    options.api = form if form is Form.anthropic else ""
-    return BodyLines(path, options, timed=form is not Form.batch)
+    options.api = form if form is SourceForm.anthropic else ""
+    return BodyLines(path, options, timed=form is not SourceForm.batch)
 
 
 def import_traffic(
-    paths: Sequence[Path], form: Form, target: Path, options: ImportOptions, block_tokens: int | None = None
+    paths: Sequence[Path], form: SourceForm, target: Path, options: ImportOptions, block_tokens: int | None = None
 ) -> int:
     """Write the requests of files to ``target``, which must not exist; return their number. Raises TraceError.
 
@@ -148,14 +139,14 @@ def opened(path: Path, *, compressed: bool) -> Iterator[WriteBytes]:
 
 
 def _written(
-    write: WriteBytes, paths: Sequence[Path], given: Form, options: ImportOptions, block_tokens: int | None
+    write: WriteBytes, paths: Sequence[Path], given: SourceForm, options: ImportOptions, block_tokens: int | None
 ) -> int:
     key = RecordingKey(KeyOffer.new(""))
     encoder = msgspec.json.Encoder()
     lines: _Lines | None = None
     size = number = 0
     for options.number, path in enumerate(paths):
-        form = form_of(path) if given is Form.auto else given
+        form = form_of(path) if given is SourceForm.auto else given
         source = importer(path, form, options)
         wanted = size or block_tokens or source.block_tokens
         if wanted % source.block_tokens:
@@ -170,7 +161,7 @@ def _written(
                 started_s = request.at_s if request.at_s > 1e9 else 0.0
                 lines = _Lines(key, started_s)
                 header = Header(
-                    VERSION, key.public, started_s, size, source=form if form is not Form.auto else "import"
+                    VERSION, key.public, started_s, size, source=form if form is not SourceForm.auto else "import"
                 )
                 write(encoder.encode(header) + b"\n")
             chunk.append(request)

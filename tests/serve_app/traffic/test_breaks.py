@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from serve_app.cli.main import app
-from serve_app.traffic.breaks import is_recording, known_tokens, prompt_breaks
+from serve_app.traffic.breaks import is_recording, prompt_breaks
 from serve_app.traffic.reader import read_traffic
+from serve_app.traffic.workload import shared_tokens
 from tests.serve_app.traffic.test_reader import HEADER, line, prompts, written
 
 
@@ -28,7 +29,8 @@ def test_known_tokens_and_breaks_are_those_of_a_walk(
         known.append(16 * sum(each in seen for each in chain))
         seen.update(chain)
         places.setdefault((tenant, known[-1]), []).append(16 * len(chain) + 3 - known[-1])
-    assert known_tokens(workload).tolist() == known
+    shared = shared_tokens(workload.paths, workload.path_start, workload.sizes, workload.block_tokens)
+    assert shared.tolist() == known
     told = {(one.tenant, one.tokens): (one.prompts, one.lost_tokens) for one in prompt_breaks(workload)}
     assert told == {place: (len(lost), sum(lost)) for place, lost in places.items() if len(lost) > 1}
 

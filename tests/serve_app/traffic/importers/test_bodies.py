@@ -8,9 +8,10 @@ import pytest
 
 from serve_app.request_files import TraceError
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from serve_app.traffic.forms import SourceForm
 from serve_app.traffic.importers.bodies import address_of
 from serve_app.traffic.importers.prompts import ServerPrompts
-from serve_app.traffic.importers.run import Form, form_of, import_traffic
+from serve_app.traffic.importers.run import form_of, import_traffic
 from serve_app.traffic.importers.source import ImportOptions, seconds
 from serve_app.traffic.importers.vllm_log import VllmLog
 
@@ -25,7 +26,7 @@ def reader(demo_model_path: Path) -> ServerPrompts:
 
 
 def imported(
-    source: Path, reader: ServerPrompts | None, *lines: object, form: Form = Form.auto
+    source: Path, reader: ServerPrompts | None, *lines: object, form: SourceForm = SourceForm.auto
 ) -> tuple[list[dict[str, object]], ImportOptions]:
     """Return the lines of an import, its header first, and its options with their notes."""
     source.write_text("".join(json.dumps(each) + "\n" for each in lines))
@@ -83,7 +84,7 @@ def test_a_file_without_one_readable_request_is_refused(tmp_path: Path, reader: 
     with pytest.raises(TraceError, match="no line is a request that can be read: line 1: "):
         imported(tmp_path / "log.jsonl", reader, {"timestamp": 0, "model": "m", "messages": []})
     with pytest.raises(TraceError, match="line 1: it has no time"):
-        imported(tmp_path / "other.jsonl", reader, {"model": "m", "messages": HELLO}, form=Form.openai)
+        imported(tmp_path / "other.jsonl", reader, {"model": "m", "messages": HELLO}, form=SourceForm.openai)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_vllms_log_is_read_in_both_forms(tmp_path: Path, reader: ServerPrompts) 
         + OLD.format(ids=None, lora=None)
         + NEW
     )
-    assert form_of(log) is Form.vllm
+    assert form_of(log) is SourceForm.vllm
     requests = [*VllmLog(log, ImportOptions(reader=reader), datetime(2027, 1, 3, tzinfo=UTC)).requests()]
     assert [datetime.fromtimestamp(one.at_s, UTC).isoformat() for one in requests] == [
         "2026-11-30T08:36:11+00:00", "2026-11-30T08:36:11+00:00", "2026-11-30T08:36:13+00:00"
@@ -148,4 +149,4 @@ def test_a_log_without_prompts_names_what_is_missing(tmp_path: Path, reader: Ser
     log = tmp_path / "vllm.log"
     log.write_text(NEW.splitlines(keepends=True)[1])
     with pytest.raises(TraceError, match=r"1 requests are logged without their prompts.*VLLM_LOGGING_LEVEL=DEBUG"):
-        import_traffic([log], Form.auto, tmp_path / "ours", ImportOptions(reader=reader))
+        import_traffic([log], SourceForm.auto, tmp_path / "ours", ImportOptions(reader=reader))

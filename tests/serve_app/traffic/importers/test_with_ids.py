@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from serve_app.request_files import TraceError
 from serve_app.traffic.export import mooncake_lines
-from serve_app.traffic.importers.run import Form, form_of, import_traffic
+from serve_app.traffic.forms import SourceForm
+from serve_app.traffic.importers.run import form_of, import_traffic
 from serve_app.traffic.importers.source import ImportOptions
 from serve_app.traffic.importers.with_ids import TraceLines
 from serve_app.traffic.reader import read_traffic
@@ -29,7 +30,7 @@ def written(path: Path, *lines: object) -> Path:
     return path
 
 
-def imported(path: Path, target: Path, form: Form = Form.auto, **options: float) -> list[dict[str, object]]:
+def imported(path: Path, target: Path, form: SourceForm = SourceForm.auto, **options: float) -> list[dict[str, object]]:
     """Return the lines of an import, its header first."""
     import_traffic([path], form, target, ImportOptions(**options))  # type: ignore[arg-type]
     return [json.loads(line) for line in target.read_text().splitlines()]
@@ -41,9 +42,9 @@ def ids_of(lines: list[dict[str, object]]) -> list[list[int]]:
 
 def test_mooncake_comes_back_as_it_was(tmp_path: Path) -> None:
     source = written(tmp_path / "trace.jsonl", *MOONCAKE)
-    assert form_of(source) is Form.mooncake
+    assert form_of(source) is SourceForm.mooncake
     target = tmp_path / "ours.jsonl.gz"
-    assert import_traffic([source], Form.auto, target, ImportOptions()) == 4
+    assert import_traffic([source], SourceForm.auto, target, ImportOptions()) == 4
     assert json.loads(gzip.decompress(target.read_bytes()).splitlines()[0])["source"] == "mooncake"
     back = mooncake_lines([target], None, ImportOptions().notes)
     assert [msgspec.to_builtins(line) for line in back] == MOONCAKE
@@ -61,7 +62,7 @@ def test_two_imports_share_no_id(tmp_path: Path) -> None:
 def test_ids_of_two_files_mean_different_prompts(tmp_path: Path) -> None:
     files = [written(tmp_path / name, *MOONCAKE) for name in ("a", "b")]
     target = tmp_path / "both"
-    import_traffic(files, Form.auto, target, ImportOptions())
+    import_traffic(files, SourceForm.auto, target, ImportOptions())
     lines = [json.loads(line) for line in target.read_text().splitlines()[1:]]
     assert not {*lines[0]["hash_ids"]} & {*lines[4]["hash_ids"]}
 
@@ -69,7 +70,7 @@ def test_ids_of_two_files_mean_different_prompts(tmp_path: Path) -> None:
 def test_lacking_ids_are_shared_with_none(tmp_path: Path) -> None:
     source = written(tmp_path / "trace", {"timestamp": 0, "input_length": 1100}, {"timestamp": 1, "input_length": 1100})
     options = ImportOptions(output_tokens=5)
-    import_traffic([source], Form.auto, tmp_path / "ours", options)
+    import_traffic([source], SourceForm.auto, tmp_path / "ours", options)
     workload = read_traffic([tmp_path / "ours"])
     assert workload.output_tokens.tolist() == [5, 5]
     assert workload.sizes.tolist() == [2, 2]
@@ -78,12 +79,12 @@ def test_lacking_ids_are_shared_with_none(tmp_path: Path) -> None:
 
 def test_coarser_blocks_are_the_last_of_each_group(tmp_path: Path) -> None:
     source = written(tmp_path / "trace", *MOONCAKE)
-    import_traffic([source], Form.mooncake, tmp_path / "ours", ImportOptions(), 1024)
+    import_traffic([source], SourceForm.mooncake, tmp_path / "ours", ImportOptions(), 1024)
     lines = [json.loads(line) for line in (tmp_path / "ours").read_text().splitlines()]
     assert lines[0]["block_tokens"] == 1024
     assert [len(line.get("hash_ids", ())) for line in lines[1:]] == [1, 2, 0, 1]
     with pytest.raises(TraceError, match="700 is no multiple"):
-        import_traffic([source], Form.mooncake, tmp_path / "other", ImportOptions(), 700)
+        import_traffic([source], SourceForm.mooncake, tmp_path / "other", ImportOptions(), 700)
 
 
 def test_turns_of_aiperf_stand_behind_all_before_them(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_turns_of_aiperf_stand_behind_all_before_them(tmp_path: Path) -> None:
         {"session_id": "t", "timestamp": 9000, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]},
     ]
     source = written(tmp_path / "turns.jsonl", *turns)
-    assert form_of(source) is Form.aiperf
+    assert form_of(source) is SourceForm.aiperf
     lines = imported(source, tmp_path / "ours")
     first, second, other = lines[1:]
     assert [line["input_length"] for line in lines[1:]] == [1024, 2048, 1024]
@@ -139,7 +140,7 @@ WEKA = {
 def test_agents_sessions_are_read_whole_or_by_line(tmp_path: Path, indent: int | None) -> None:
     source = tmp_path / "trace_1.json"
     source.write_text(json.dumps(WEKA, indent=indent))
-    assert form_of(source) is Form.weka
+    assert form_of(source) is SourceForm.weka
     lines = imported(source, tmp_path / "ours")
     assert lines[0]["block_tokens"] == 64
     first, inner, last = lines[1:]
@@ -173,7 +174,7 @@ def test_other_files_are_refused_with_a_remedy(tmp_path: Path, text: str, said: 
     source = tmp_path / "some.jsonl"
     source.write_text(text)
     with pytest.raises(TraceError, match=said) as caught:
-        import_traffic([source], Form.auto, tmp_path / "ours", ImportOptions())
+        import_traffic([source], SourceForm.auto, tmp_path / "ours", ImportOptions())
     assert "some.jsonl" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["some.jsonl"]  # nothing half done is left
 
@@ -181,5 +182,5 @@ def test_other_files_are_refused_with_a_remedy(tmp_path: Path, text: str, said: 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     source, target = written(tmp_path / "trace", *MOONCAKE), written(tmp_path / "ours", {})
     with pytest.raises(TraceError, match="exists"):
-        import_traffic([source], Form.auto, target, ImportOptions())
+        import_traffic([source], SourceForm.auto, target, ImportOptions())
     assert target.read_text() == "{}\n"
