@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor
 
 from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, QUANTUM_TOKENS
 from serve_app.engine.scheduling.scheduler import AGING_SHARE, PREFILL_S
@@ -154,6 +154,7 @@ class ReplayReplica:
 
     def submit(self, job: ReplayJob, now_s: float) -> None:
         """Take a request."""
+        self._settle(now_s)
         blocks = min(self.pool.match(job.path)[1], job.limit_blocks)
         job.left_tokens = job.prompt_tokens - blocks * self.block_tokens
         self.queued_tokens += job.left_tokens
@@ -181,6 +182,31 @@ class ReplayReplica:
         if others and tenant not in others:
             least = min(self._served.get(other, 0.0) for other in others)
             self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+
+    def _settle(self, now_s: float) -> None:
+        """Count the steps in a row that are over, but for the last: whoever comes now sees what they have served."""
+        step = self._step
+        if step is None or step.times == 1:
+            return
+        over = min(floor((now_s - step.begun_s) / step.step_s + CLOSE), step.times - 1)
+        if over > 0:
+            self._advance(step, over)
+            step.begun_s += over * step.step_s
+            step.times -= over
+
+    def _advance(self, step: _Step, times: int) -> list[ReplayJob]:
+        """Count what so many of equal steps have computed; return the jobs that need no more."""
+        done: list[ReplayJob] = []
+        for job, share in step.shares:
+            tokens = min(share * times, job.left_tokens)
+            self._served[job.tenant] = self._served.get(job.tenant, 0.0) + tokens
+            job.left_tokens -= tokens
+            self.queued_tokens -= tokens
+            if job.left_tokens <= 0:
+                done.append(job)
+            else:
+                self._rank(job)
+        return done
 
     def _cut(self, step: _Step, now_s: float) -> None:
         """End equal steps with the one in progress: the next one is another."""
@@ -289,7 +315,8 @@ class ReplayReplica:
     def _shares(self, budget: int) -> tuple[dict[ReplayJob, int], bool]:
         """Hand out a step's tokens: in equal parts to the tenants that wait, least served first, what is left again.
 
-        The second answer: whether every tenant had its turn.
+        A rest that is no token for each stays. The second answer: whether all that could be served got as many tokens,
+        so that the next step would be the same.
         """
         lines: dict[int, list[ReplayJob]] = {tenant: [] for tenant in self._waiting}
         for job in self._started:
@@ -303,9 +330,9 @@ class ReplayReplica:
             self._serve(tenant, begun, budget, shares)
             return shares, True
         tenants = sorted(lines, key=lambda tenant: self._served.get(tenant, 0.0))
-        everyone = True
-        first = True
-        while budget > 0 and tenants:
+        everyone, first = True, True
+        got = dict.fromkeys(tenants, 0)
+        while tenants and (first or budget >= len(tenants)):
             part = max(1, budget // min(len(tenants), max(1, budget // QUANTUM_TOKENS)))
             more: list[int] = []
             for tenant in tenants:
@@ -315,10 +342,11 @@ class ReplayReplica:
                     break
                 spent = self._serve(tenant, lines[tenant], room, shares)
                 budget -= spent
+                got[tenant] += spent
                 if spent == room:
                     more.append(tenant)
             tenants, first = more, False
-        return shares, everyone
+        return shares, everyone and len({spent for spent in got.values() if spent}) <= 1
 
     def _serve(self, tenant: int, begun: list[ReplayJob], room: int, shares: dict[ReplayJob, int]) -> int:
         """Give a tenant's jobs up to ``room`` tokens; return how many."""
@@ -396,17 +424,7 @@ class ReplayReplica:
         return True
 
     def _end_step(self, step: _Step, now_s: float) -> None:
-        done: list[ReplayJob] = []
-        for job, share in step.shares:
-            tokens = min(share * step.times, job.left_tokens)
-            self._served[job.tenant] = self._served.get(job.tenant, 0.0) + tokens
-            job.left_tokens -= tokens
-            self.queued_tokens -= tokens
-            if job.left_tokens <= 0:
-                done.append(job)
-            else:
-                self._rank(job)
-        for job in done:
+        for job in self._advance(step, step.times):
             self._started.remove(job)
             used, own = self.pool.publish(job.path, job.count)
             kept = -(-(job.prompt_tokens + job.output_tokens) // self.block_tokens) - own

@@ -6,7 +6,7 @@ import msgspec
 
 from benchmarks.traffic.long_trace import long_trace
 from serve_app.traffic.reader import read_traffic
-from serve_app.traffic.summary import reusable_tokens
+from serve_app.traffic.summary import summary_of
 
 
 def test_the_long_trace_has_growing_conversations(tmp_path: Path) -> None:
@@ -14,5 +14,5 @@ def test_the_long_trace_has_growing_conversations(tmp_path: Path) -> None:
     path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in long_trace(3000)))
     workload = read_traffic([path])
     assert len(workload) == 3000 and not workload.warnings
-    part = reusable_tokens(workload).sum() / workload.prompt_tokens.sum()
+    part = summary_of(workload)["reusable"]
     assert 0.2 < part < 0.8
