@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,26 @@ def test_a_disk_that_hangs_costs_lines_and_nothing_else(tmp_path: Path) -> None:
     ended(large)
 
 
-def test_a_disk_that_refuses_costs_lines_until_it_does_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+class Heard(logging.Handler):
+    """Hears each record of a logger once, whatever handlers other tests have left above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    logger, handler = logging.getLogger("serve_app.traffic.recorder"), Heard()
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def test_a_disk_that_refuses_costs_lines_until_it_does_not(tmp_path: Path, heard: Heard) -> None:
     """One sentence says so, with what to do, and one that it is over."""
     full, counts = threading.Event(), TrafficCounts()
 
@@ -148,7 +168,6 @@ def test_a_disk_that_refuses_costs_lines_until_it_does_not(tmp_path: Path, caplo
             raise OSError(28, "No space left on device")
         return os.write(fd, data)
 
-    caplog.set_level(logging.INFO)
     made = recording(tmp_path / "t", counts, write)
     made.use(key())
     eventually((tmp_path / "t").exists)
@@ -161,7 +180,7 @@ def test_a_disk_that_refuses_costs_lines_until_it_does_not(tmp_path: Path, caplo
     ended(made)
     assert [one["output_length"] for one in lines_of(tmp_path / "t")[1:]] == [9]
     assert counts.written == 1
-    told = [record.getMessage() for record in caplog.records]
+    told = heard.told
     assert len(told) == 2 and "No space left on device" in told[0] and "free space" in told[0] and "again" in told[1]
 
 
