@@ -98,7 +98,7 @@ class _Life:
 
 
 class ReplayCluster:
-    """One run. ``rule`` None: ``setup.replicas`` all the time. ``forced``: moments and replicas, as recorded."""
+    """One run. ``rule`` None: ``setup.replicas``, and ``setup.changes`` of them."""
 
     def __init__(
         self,
@@ -107,7 +107,6 @@ class ReplayCluster:
         rule: ScalingRule | None = None,
         *,
         first: int | None = None,
-        forced: Sequence[tuple[float, int]] = (),
         seed: int = 0,
         progress: Callable[[int], object] = lambda _: None,
     ) -> None:
@@ -133,7 +132,7 @@ class ReplayCluster:
             np.full(count, np.nan), np.zeros(count), np.zeros(count, np.int64), np.zeros(count, np.int64),
             np.full(count, -1, np.int32),
         )  # fmt: skip
-        self._forced = deque(forced)
+        self._changes = deque(setup.changes)
         self._resize(setup.replicas if first is None else first, 0.0, start_s=0.0)
 
     # What a rule sees.
@@ -194,8 +193,8 @@ class ReplayCluster:
         if self._rule is not None:
             self._at(self._rule.period_s, "rule")
         self._at(0.0, "sample")
-        if self._forced:
-            self._at(self._forced[0][0], "forced")
+        if self._changes:
+            self._at(self._changes[0][0], "change")
         place = 0
         while place < count or events:
             arrival_s = arrivals[place] if place < count else None
@@ -220,10 +219,10 @@ class ReplayCluster:
                 self._ask(moment_s)
                 if not over and self._rule is not None:
                     self._at(moment_s + self._rule.period_s, "rule")
-            elif what == "forced":
-                self._resize(self._forced.popleft()[1], moment_s, start_s=0.0)
-                if self._forced:
-                    self._at(self._forced[0][0], "forced")
+            elif what == "change":
+                self._resize(self._changes.popleft()[1], moment_s, start_s=0.0)
+                if self._changes:
+                    self._at(self._changes[0][0], "change")
             else:
                 self._joined(what, moment_s)
         end_s = max(result.end_s, last_s)

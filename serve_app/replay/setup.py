@@ -51,6 +51,7 @@ class Setup:
     ``shortest_first``: less uncached work first, else in order of arrival. ``start_s``: from the decision until a new
     replica takes requests. ``warm_join``, ``hand_over``: KV copied at most in ``warm_join_s`` and ``hand_over_s``, at
     ``Rates.pull_tokens_per_s``. ``answers_cached``: the next request of a conversation finds the last answer's KV.
+    ``changes``: without a rule, moments and the number of replicas from then on.
     """
 
     name: str
@@ -66,3 +67,4 @@ class Setup:
     warm_join_s: float = 10.0
     hand_over_s: float = 20.0
     answers_cached: bool = True
+    changes: tuple[tuple[float, int], ...] = ()

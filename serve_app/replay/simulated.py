@@ -61,18 +61,12 @@ def model_traffic(file: Workload, chosen: npt.NDArray[np.bool_]) -> ModelTraffic
 
 
 def side_by_side(
-    traffic: ModelTraffic,
-    setups: Sequence[Setup],
-    target_ttft_s: float,
-    told: Told,
-    processes: int = 0,
-    forced: Sequence[tuple[float, int]] = (),
+    traffic: ModelTraffic, setups: Sequence[Setup], target_ttft_s: float, told: Told, processes: int = 0
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Return a row and curves for each setup. ``forced``: moments and replicas of the one named ``AGAIN``."""
+    """Return a row and curves for each setup."""
 
     def one(setup: Setup, progress: Callable[[int], object]) -> tuple[dict[str, Any], dict[str, Any]]:
-        sizes = forced if setup.name == AGAIN else ()
-        result = ReplayCluster(traffic, setup, forced=sizes, progress=progress).run()
+        result = ReplayCluster(traffic, setup, progress=progress).run()
         return figures_of(traffic, result, target_ttft_s), curves_of(traffic, result)
 
     found = forked([partial(one, setup) for setup in setups], lambda done: told(sum(done)), processes)
@@ -184,21 +178,21 @@ class ModelReplay:
         self.recorded = self._recorded()
         self.sizes = [(each.at_s, each.replicas) for each in workload.changes if each.model in ("", model)]
 
-    def _as_recorded(self) -> tuple[Setup | None, list[tuple[float, int]]]:
-        """Return the setup of the recorded run and its changes of replicas; None where the file does not tell them."""
+    def _as_recorded(self) -> Setup | None:
+        """Return the setup of the recorded run, with its changes of replicas; None if the file tells none."""
         if self.recorded is None or self.recorded["hit_rate"] is None or not (self._facts.replicas or self.sizes):
-            return None, []
+            return None
         before = [count for at_s, count in self.sizes if at_s <= 0.0]
         first = before[-1] if before else self._facts.replicas or self.sizes[0][1]
         policy = self._facts.policy if self._facts.policy in POLICY_NAMES else DEFAULT_POLICY
-        setup = replace(
+        return replace(
             self.setup,
             name=AGAIN,
             replicas=first,
             policy=policy,
             pool_tokens=self._facts.pool_tokens or self.setup.pool_tokens,
+            changes=tuple((at_s, count) for at_s, count in self.sizes if at_s > 0.0),
         )
-        return setup, [(at_s, count) for at_s, count in self.sizes if at_s > 0.0]
 
     def _usual(self) -> int:
         """Return the replicas that the file had for the longest time, 0 if it does not tell."""
@@ -270,13 +264,13 @@ class ModelReplay:
     def _side_by_side(self, told: Callable[[str, int, int], object]) -> tuple[list[Any], Curves, list[str], str]:
         plan = self._plan
         setups = self._setups()
-        again, forced = self._as_recorded()
+        again = self._as_recorded()
         if again is not None:
             setups = [again, *setups]
         total = len(setups) * len(self.traffic)
         rows, curves = side_by_side(
             self.traffic, setups, plan.ttft_s, lambda done: told(f"simulating {self._model}", done, total),
-            plan.processes, forced,
+            plan.processes,
         )  # fmt: skip
         for row, setup in zip(rows, setups, strict=True):
             row |= {"replicas": setup.replicas, "pool_tokens": setup.pool_tokens}

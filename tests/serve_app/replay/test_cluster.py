@@ -119,8 +119,8 @@ def test_forced_sizes(seed: int, forced: list[tuple[float, int]]) -> None:
     """Recorded sizes are followed at their moments, and requests without a replica wait, at the end for nothing."""
     prompts = traffic(seed, 60, 120.0)
     forced = sorted(forced)
-    setup = Setup("s", RATES, replicas=2, pool_tokens=20_000)
-    cluster = ReplayCluster(prompts, setup, forced=forced)
+    setup = Setup("s", RATES, replicas=2, pool_tokens=20_000, changes=tuple(forced))
+    cluster = ReplayCluster(prompts, setup)
     result = cluster.run()
     check_conserved(cluster, prompts, result)
     assert result.sizes == [(0.0, 2), *forced]
@@ -131,8 +131,8 @@ def test_forced_sizes(seed: int, forced: list[tuple[float, int]]) -> None:
 def test_replica_seconds_are_the_integral_of_replicas() -> None:
     """A replica is paid for from its decision to its last answer's end."""
     prompts = traffic(3, 50, 100.0)
-    setup = Setup("s", Rates(1e9), pool_tokens=100_000, replicas=1)
-    result = ReplayCluster(prompts, setup, forced=[(20.0, 3), (70.0, 2)]).run()
+    setup = Setup("s", Rates(1e9), pool_tokens=100_000, replicas=1, changes=((20.0, 3), (70.0, 2)))
+    result = ReplayCluster(prompts, setup).run()
     assert result.replica_s == pytest.approx(20.0 + 3 * 50.0 + 2 * (result.end_s - 70.0), abs=0.01)
 
 
