@@ -83,18 +83,20 @@ def work_tokens(view: RoutingView) -> Floats:
             price = COMPUTED_AGAIN
         work.fill(least + price * (prompt - least))
     replicas = loads.replicas
+    last, left = -1, 0.0
     for replica_id, tokens in (longest(match, pending) if pending else match).items():
         replica = replicas.get(replica_id)
         if replica is not None:
-            left = prompt - tokens
-            if left < 1.0:
-                left = 1.0
-            if shares is not None and left - least >= min_pull_tokens:
-                left = (left - least) * shares.item(replica.row) + least
-            elif price > 1.0:
-                left = (left - least) * price + least
-            if loaded:
-                left += loaded.get(replica_id, 0) * replica.tier_pace
+            if tokens != last or shares is not None or loaded:  # many hold as much as the one before
+                last, left = tokens, prompt - tokens
+                if left < 1.0:
+                    left = 1.0
+                if shares is not None and left - least >= min_pull_tokens:
+                    left = (left - least) * shares.item(replica.row) + least
+                elif price > 1.0:
+                    left = (left - least) * price + least
+                if loaded:
+                    left += loaded.get(replica_id, 0) * replica.tier_pace
             work[replica.row] = left
     return work
 

@@ -56,7 +56,7 @@ def hours_of(options: Options, seed: int, progress: Progress) -> dict[str, Any]:
     traffic = model_traffic(workload, np.ones(len(workload), np.bool_))
     rates = Rates(options.prefill_rate, 0.02, 0.0002, pull_tokens_per_s=60_000.0)
     setup = Setup("day", rates, pool_tokens=options.pool_tokens, start_s=options.start_s)
-    goal = ScalingGoal(options.ttft_s, options.part, 1, options.max_replicas)
+    goal = ScalingGoal(options.ttft_s, options.part, 1, options.max_replicas, options.first)
     task = progress.add_task(f"seed {seed}", total=None)
     found = scaled(traffic, setup, goal, options.rules, lambda done: progress.update(task, completed=done))
     progress.update(task, total=1, completed=1)
@@ -86,6 +86,7 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
     flag("ttft-s", 2.0, "the target"),
     flag("part", 0.99, "of all requests, within the target"),
     flag("max-replicas", 24),
+    flag("first", 6, "replicas at midnight: the best fixed number, which a rule that rarely removes one would have"),
     names_flag("rules", SCALING_RULES),
     simulated=True,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -125,7 +125,6 @@ class ReplayCluster:
         self._recent: deque[tuple[float, float]] = deque()
         self._shared_tiers = {tier: self._store(tier) for tier in setup.tiers if tier.shared}
         self._reused = ReusedSegments(prompts.sizes)
-        self._parents: Sequence[int] | None = None
         self.wanted = 0
         count = len(prompts)
         self.result = Replayed(
@@ -259,7 +258,12 @@ class ReplayCluster:
     def _send(self, job: ReplayJob, now_s: float) -> None:
         decision = self._router.decide(job, now_s)
         replica = decision.replica
-        job.pulled_blocks = decision.pulled_blocks
+        if decision.pulled_from is not None:
+            job.pulled_blocks = decision.pulled_blocks
+            rates = self.setup.rates
+            job.pulled_s = decision.pulled_from.step_end_s(now_s) + rates.overhead_s
+            job.pulled_s += decision.pulled_blocks * self._size / rates.pull_tokens_per_s
+            decision.pulled_from.pool.demote(job.path, decision.pulled_blocks)
         self.result.predicted_tokens[job.number] = decision.predicted_blocks * self._size
         if self._rule is not None:
             self._times.add(decision.estimated_ttft_s, decision.own_s, now_s)
@@ -342,7 +346,7 @@ class ReplayCluster:
             return
         life.running = True
         if self.setup.warm_join and self.setup.rates.pull_tokens_per_s:
-            self._warm(life.replica)
+            self._warm(life.replica, now_s)
         self._announce()
         while self._held_back:
             self._send(self._held_back.popleft(), now_s)
@@ -351,7 +355,7 @@ class ReplayCluster:
         life.leaving = True
         self._announce()
         if life.running and self.setup.hand_over and self.setup.rates.pull_tokens_per_s:
-            self._hand_over(life.replica)
+            self._hand_over(life.replica, now_s)
         if not life.replica.unfinished:
             self._bury(life, now_s)
 
@@ -374,16 +378,14 @@ class ReplayCluster:
         held = max((sum(other.replica.pool.held.values()) for other in self._lives.values()), default=0)
         return min(held * self._size / rates.pull_tokens_per_s, self.setup.warm_join_s)
 
-    def _warm(self, replica: ReplayReplica) -> None:
+    def _warm(self, replica: ReplayReplica, now_s: float) -> None:
         others = [life.replica.pool for life in self._lives.values() if life.running and life.replica is not replica]
-        warm(replica.pool, others, self._copied_blocks(self.setup.warm_join_s))
+        warm(replica.pool, others, self._copied_blocks(self.setup.warm_join_s), now_s)
 
-    def _hand_over(self, leaving: ReplayReplica) -> None:
-        if self._parents is None:
-            self._parents = self._prompts.parents()
+    def _hand_over(self, leaving: ReplayReplica, now_s: float) -> None:
         others = [life.replica.pool for life in self._lives.values() if life.running and not life.leaving]
         blocks = self._copied_blocks(self.setup.hand_over_s)
-        hand_over(leaving.pool, others, self._holders, self._parents, self._prompts.sizes, blocks)
+        hand_over(leaving.pool, others, blocks, now_s)
 
     def _copied_blocks(self, seconds: float) -> int:
         return int(self.setup.rates.pull_tokens_per_s * seconds) // self._size

@@ -1,75 +1,110 @@
 """KV that is copied when simulated replicas come and go: one that joins takes what is hot, one that leaves gives.
 
-Knows pools and segments, not replicas nor time: callers say how many blocks may be copied.
+As pre-warm and hand-over do. Knows pools and segments, not replicas: callers say how many blocks may be copied.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
 
-from serve_app.replay.pool import Holders, SegmentPool
+from router.protocol.samples import faded
+from serve_app.replay.pool import SegmentPool
 
 
-def hottest(pools: Sequence[SegmentPool]) -> list[int]:
-    """Return the pools' segments, those in use and the last used first, so that a parent comes before its child."""
-    found: dict[int, None] = {}
+def heats(pool: SegmentPool, now_s: float) -> dict[int, float]:
+    """Return the heat of each segment that a pool holds (see ``serve_app.cache.prefix.hot_prefixes``)."""
+    hits: dict[int, float] = {}
+    used_s: dict[int, float] = {}
+    for segment in reversed(pool.held):  # children before their parents
+        at_s = pool.used_s[segment]
+        hits[segment] = hits.get(segment, 0.0) + faded(pool.hits.get(segment, 0.0), at_s, now_s)
+        used_s[segment] = max(at_s, used_s.get(segment, -inf))
+        parent = pool.parents[segment]
+        if parent is not None:
+            hits[parent] = hits.get(parent, 0.0) + hits[segment]
+            used_s[parent] = max(used_s.get(parent, -inf), used_s[segment])
+    return {segment: count + faded(1.0, used_s[segment], now_s) for segment, count in hits.items()}
+
+
+def hottest(pools: Sequence[SegmentPool], now_s: float) -> list[tuple[float, int, SegmentPool]]:
+    """Return heats, segments and the pools that hold them, the hottest first, and a parent before its child."""
+    found = []
     for pool in pools:
-        found.update(dict.fromkeys(pool.refs))
-    for pool in pools:
-        found.update(dict.fromkeys(reversed(pool.idle)))
-    return [segment for segment in found if any(segment in pool.held for pool in pools)]
+        heat = heats(pool, now_s)
+        found += [(-heat[segment], place, segment, pool) for place, segment in enumerate(pool.held)]
+    found.sort(key=lambda each: each[:2])
+    return [(-colder, segment, pool) for colder, _, segment, pool in found]
 
 
-def warm(pool: SegmentPool, others: Sequence[SegmentPool], most_blocks: int) -> int:
-    """Copy what the others used last into free blocks; return how many. The hottest is evicted last."""
+def warm(pool: SegmentPool, others: Sequence[SegmentPool], most_blocks: int, now_s: float) -> int:
+    """Copy what is hottest in the others into free blocks; return how many."""
     left = min(most_blocks, pool.free)
-    chosen: list[tuple[int, int]] = []
-    for segment in hottest(others):
-        blocks = max(other.held.get(segment, 0) for other in others)
-        more = blocks - pool.held.get(segment, 0)
-        if more > left:
-            break
-        left -= max(more, 0)
-        chosen.append((segment, blocks))
-    return sum(_copy(pool, segment, blocks) for segment, blocks in reversed(chosen))
+    copied = 0
+    for _, segment, source in hottest(others, now_s):
+        blocks, parent, here = source.held[segment], source.parents[segment], pool.held.get(segment, 0)
+        more = min(blocks - here, left)
+        if more > 0 and (parent is None or pool.held.get(parent, 0) >= source.held[parent]):
+            left -= more
+            copied += _copy(pool, segment, here + more, parent, now_s)
+    return copied
 
 
-def hand_over(
-    leaving: SegmentPool,
-    receivers: Sequence[SegmentPool],
-    holders: Holders,
-    parents: Sequence[int],
-    sizes: Sequence[int],
-    most_blocks: int,
-) -> int:
-    """Copy whole segments that no receiver has into their free blocks, hottest first; return how many blocks.
+class _Receiver:
+    """A pool that takes what another one leaves, in free blocks and in those of colder segments."""
 
-    A segment goes where its parent is, to the one with most room of those. ``parents``: by segment, -1 for none.
-    """
-    staying = sum(pool.bit for pool in receivers)
-    places: dict[int, int] = {}
-    room = {pool.bit: pool.free for pool in receivers}
-    chosen: list[tuple[SegmentPool, int]] = []
-    by_bit = {pool.bit: pool for pool in receivers}
-    for segment in hottest([leaving]):
-        blocks, parent = leaving.held[segment], parents[segment]
-        there = holders.whole.get(segment, 0) & staying
-        if there or blocks < sizes[segment]:
+    def __init__(self, pool: SegmentPool, now_s: float) -> None:
+        self.pool = pool
+        heat = heats(pool, now_s)
+        idle = sorted((heat[segment], pool.held[segment]) for segment in pool.idle)
+        self._heats = [each for each, _ in idle]
+        self._blocks = [0, *accumulate(blocks for _, blocks in idle)]
+        self._free = pool.free
+
+    def room(self, heat: float) -> int:
+        """Return the blocks for a segment so hot."""
+        return self._free + self._blocks[bisect_left(self._heats, heat)]
+
+    def take(self, segment: int, blocks: int, parent: int | None, now_s: float) -> int:
+        """Copy a segment; return the blocks copied."""
+        copied = _copy(self.pool, segment, blocks, parent, now_s)
+        self._free -= copied
+        return copied
+
+
+def hand_over(leaving: SegmentPool, others: Sequence[SegmentPool], most_blocks: int, now_s: float) -> int:
+    """Copy what no other pool holds, the hottest first, to those with most of the prefix; return how many blocks."""
+    receivers = [_Receiver(pool, now_s) for pool in others]
+    copied = 0
+    for heat, segment, _ in hottest([leaving], now_s):
+        blocks, parent = leaving.held[segment], leaving.parents[segment]
+        here = [each.pool.held.get(segment, 0) for each in receivers]
+        if max(here, default=blocks) >= blocks:
             continue
-        able = staying if parent < 0 else (holders.whole.get(parent, 0) & staying) | places.get(parent, 0)
-        fitting = [bit for bit in by_bit if bit & able and room[bit] >= blocks]
-        if blocks > most_blocks or not fitting:
+        able = [
+            each
+            for each in receivers
+            if parent is None or each.pool.held.get(parent, 0) >= leaving.held[parent]
+            if each.room(heat) >= blocks and blocks <= each.pool.available
+        ]
+        if not able or blocks > most_blocks - copied:
             continue
-        bit = max(fitting, key=room.__getitem__)
-        most_blocks -= blocks
-        room[bit] -= blocks
-        places[segment] = bit
-        chosen.append((by_bit[bit], segment))
-    return sum(_copy(pool, segment, sizes[segment]) for pool, segment in reversed(chosen))
+        chosen = max(able, key=lambda each: (each.pool.held.get(segment, 0), each.room(heat)))
+        copied += chosen.take(segment, blocks, parent, now_s)
+    return copied
 
 
-def _copy(pool: SegmentPool, segment: int, blocks: int) -> int:
-    more = max(blocks - pool.held.get(segment, 0), 0)
-    taken = pool.take(more)
-    assert taken, "copies fit into free blocks"
-    return pool.grow(segment, blocks)
+def _copy(pool: SegmentPool, segment: int, blocks: int, parent: int | None, now_s: float) -> int:
+    """Hold a segment as just used, and all before it, too: they are evicted after it."""
+    path = [segment] if segment in pool.held else []
+    at = parent
+    while at is not None:
+        path.insert(0, at)
+        at = pool.parents[at]
+    pool.acquire(path, len(path))  # lest they go for their own end
+    taken = pool.take(blocks - pool.held.get(segment, 0))
+    grown = pool.grow(segment, blocks, parent, now_s) if taken else 0
+    pool.release(path)
+    return grown

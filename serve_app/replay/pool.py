@@ -10,15 +10,18 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from router.protocol.samples import faded
 from serve_app.replay.setup import CacheTier
 
 
 class Holders:
     """Which replicas hold which segment: what routers know of the pools. A replica is a bit of a number."""
 
-    __slots__ = ("some", "whole")
+    __slots__ = ("rests", "some", "whole")
 
     def __init__(self) -> None:
+        self.rests = 0
+        """Answers' ends that no prompt continues: segments -1, -2 and so on, which nobody looks for."""
         self.whole: dict[int, int] = {}
         """The bits of replicas that hold all of a segment."""
         self.some: dict[int, dict[int, int]] = {}
@@ -55,7 +58,10 @@ class TierStore:
 class SegmentPool:
     """A pool of ``capacity`` blocks. ``sizes``: blocks by segment; ``bit``: of this replica in ``holders``."""
 
-    __slots__ = ("_sizes", "bit", "capacity", "free", "held", "holders", "idle", "idle_blocks", "refs", "tiers")
+    __slots__ = (
+        "_children", "_demoted", "_sizes", "bit", "capacity", "free", "held", "hits", "holders", "idle", "idle_blocks",
+        "parents", "refs", "tiers", "used_s",
+    )  # fmt: skip
 
     def __init__(
         self, capacity: int, sizes: Sequence[int], bit: int, holders: Holders, tiers: Sequence[TierStore] = ()
@@ -66,6 +72,15 @@ class SegmentPool:
         self.refs: dict[int, int] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.idle_blocks = 0
+        self.parents: dict[int, int | None] = {}
+        """By held segment: the one before it."""
+        self.used_s: dict[int, float] = {}
+        """By held segment: when it was new, or a request matched a prefix that ends there."""
+        self.hits: dict[int, float] = {}
+        """Those requests, as of ``used_s``; older ones count less."""
+        self._demoted: dict[int, None] = {}
+        """Idle segments that go before all others, in their order."""
+        self._children: dict[int | None, int] = {}
         self._sizes = sizes
 
     @property
@@ -121,6 +136,7 @@ class SegmentPool:
             refs[segment] = before + 1
             if not before:
                 del idle[segment]
+                self._demoted.pop(segment, None)
                 self.idle_blocks -= self.held[segment]
 
     def take(self, blocks: int) -> bool:
@@ -136,7 +152,12 @@ class SegmentPool:
         """Return blocks that ``take`` gave and nothing holds."""
         self.free += blocks
 
-    def publish(self, path: Sequence[int], count: int) -> tuple[int, int]:
+    def hit(self, segment: int, now_s: float) -> None:
+        """Count a request that matched a prefix that ends with a held segment."""
+        self.hits[segment] = 1.0 + faded(self.hits.get(segment, 0.0), self.used_s[segment], now_s)
+        self.used_s[segment] = now_s
+
+    def publish(self, path: Sequence[int], count: int, now_s: float) -> tuple[int, int]:
         """Hold a whole prompt, of which ``count`` segments were matched; return the blocks it used of those taken.
 
         Segments that another sequence has published meanwhile use none. The second number: the prompt's own blocks.
@@ -150,6 +171,8 @@ class SegmentPool:
                 used += whole - here
                 if segment in self.idle:  # its tail was evicted while nobody used it
                     self.idle_blocks += whole - here
+                if not here:
+                    self._descend(segment, path[place - 1] if place else None, now_s)
                 held[segment] = whole
                 holders.whole[segment] = holders.whole.get(segment, 0) | bit
                 if here and (parts := holders.some.get(segment)) is not None:
@@ -161,21 +184,66 @@ class SegmentPool:
                 refs[segment] = before + 1
                 if not before and here:
                     del self.idle[segment]
+                    self._demoted.pop(segment, None)
                     self.idle_blocks -= whole
         return used, total
 
-    def grow(self, segment: int, blocks: int) -> int:
+    def grow(self, segment: int, blocks: int, parent: int | None, now_s: float) -> int:
         """Hold the first ``blocks`` of a segment as just used, from blocks taken; return how many that used."""
         here = self.held.get(segment, 0)
         if blocks <= here:
             return 0
+        if not here:
+            self._descend(segment, parent, now_s)
         self.held[segment] = blocks
         if not self.refs.get(segment):
             self.idle_blocks += blocks - here
             self.idle[segment] = None
             self.idle.move_to_end(segment)
+            self._demoted.pop(segment, None)
         self._tell(segment, blocks)
         return blocks - here
+
+    def keep(self, blocks: int, parent: int | None, now_s: float) -> None:
+        """Hold blocks taken as just used, the end of an answer that no prompt continues: it fills the pool as others.
+
+        Call it before ``release``: the end of a sequence goes before its beginning.
+        """
+        if blocks > 0:
+            self.holders.rests += 1
+            rest = -self.holders.rests
+            self._descend(rest, parent, now_s)
+            self.held[rest] = blocks
+            self.idle[rest] = None
+            self.idle_blocks += blocks
+
+    def demote(self, path: Sequence[int], blocks: int) -> None:
+        """Evict the unused, unshared tail of a prompt's first ``blocks`` first: another replica has taken it over."""
+        tail: list[int] = []
+        end = 0
+        for segment in path:
+            here = self.held.get(segment, 0)
+            end += here
+            if not here or end > blocks:
+                return  # what is taken over has more behind it here
+            tail.append(segment)
+            if end == blocks or here < self._sizes[segment]:
+                break
+        kept = next(
+            (
+                place
+                for place in range(len(tail), 0, -1)
+                if tail[place - 1] not in self.idle or self._children.get(tail[place - 1], 0) > (place < len(tail))
+            ),
+            0,
+        )
+        for segment in reversed(tail[kept:]):
+            self._demoted.pop(segment, None)
+            self._demoted[segment] = None
+
+    def _descend(self, segment: int, parent: int | None, now_s: float) -> None:
+        self.parents[segment], self.used_s[segment] = parent, now_s
+        self._children[parent] = self._children.get(parent, 0) + 1
 
     def release(self, path: Sequence[int]) -> None:
         """Let a prompt's segments be evicted, its end first."""
@@ -189,15 +257,32 @@ class SegmentPool:
                 idle[segment] = None
                 self.idle_blocks += held[segment]
 
+    def _ascend(self, segment: int) -> None:
+        parent = self.parents.pop(segment)
+        left = self._children.pop(parent) - 1
+        if left:
+            self._children[parent] = left
+
     def clear(self) -> None:
         """Forget everything: the replica is gone."""
         for segment in list(self.held):
             self._tell(segment, 0)
-        for each in (self.held, self.refs, self.idle):
+        for each in (
+            self.held,
+            self.refs,
+            self.idle,
+            self.parents,
+            self._children,
+            self._demoted,
+            self.used_s,
+            self.hits,
+        ):
             each.clear()
         self.free, self.idle_blocks = self.capacity, 0
 
     def _tell(self, segment: int, blocks: int) -> None:
+        if segment < 0:
+            return
         holders, bit = self.holders, self.bit
         if blocks == self._sizes[segment]:
             holders.whole[segment] = holders.whole.get(segment, 0) | bit
@@ -219,7 +304,7 @@ class SegmentPool:
     def _evict(self, blocks: int) -> None:
         held, idle = self.held, self.idle
         while blocks > 0:
-            segment = next(iter(idle))
+            segment = next(iter(self._demoted or idle))
             here = held[segment]
             gone = min(here, blocks)
             for store in self.tiers:
@@ -228,7 +313,10 @@ class SegmentPool:
             self.free += gone
             self.idle_blocks -= gone
             if gone == here:
-                del held[segment], idle[segment]
+                del held[segment], idle[segment], self.used_s[segment]
+                self.hits.pop(segment, None)
+                self._demoted.pop(segment, None)
+                self._ascend(segment)
                 self._tell(segment, 0)
             else:
                 held[segment] = here - gone

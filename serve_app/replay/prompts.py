@@ -43,14 +43,6 @@ class ModelTraffic:
         path: list[int] = self.paths[self.path_start[number] : self.path_start[number + 1]].tolist()
         return path
 
-    def parents(self) -> list[int]:
-        """Return by segment the one before it, -1 for a prompt's first."""
-        parents = np.full(len(self.sizes), -1, np.int64)
-        parents[self.paths[1:]] = self.paths[:-1]
-        parents[self.paths[self.path_start[:-1][self.path_start[:-1] < self.path_start[1:]]]] = -1
-        found: list[int] = parents.tolist()
-        return found
-
     def job(self, number: int, *, grows: bool) -> ReplayJob:
         """Return a request. ``grows``: its answer's KV is kept, too."""
         prompt_tokens = int(self.prompt_tokens[number])

@@ -15,6 +15,7 @@ from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, QUANTUM_TO
 from serve_app.engine.scheduling.scheduler import AGING_SHARE, PREFILL_S
 from serve_app.replay.pool import SegmentPool
 from serve_app.replay.setup import Rates
+from serve_app.replica.pull_rate import PullRate
 
 NOTHING: tuple[int, int] = (-1, 0)
 
@@ -26,11 +27,12 @@ class ReplayJob:
     """A request at its replica. ``path``: its segments; ``grown``: the segment and blocks that its answer fills.
 
     ``left_tokens``: to compute; ``count``: matched segments; ``private_blocks``: taken from the pool and not shared.
+    ``pulled_s``: when another replica has sent ``pulled_blocks``, for which the prompt waits.
     """
 
     __slots__ = (
         "arrival_s", "cached_tokens", "count", "grown", "left_tokens", "limit_blocks", "load_s", "number",
-        "output_tokens", "path", "private_blocks", "prompt_tokens", "pulled_blocks", "rank", "tenant",
+        "output_tokens", "path", "private_blocks", "prompt_tokens", "pulled_blocks", "pulled_s", "rank", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -42,7 +44,7 @@ class ReplayJob:
         self.limit_blocks, self.grown = limit_blocks, grown
         self.left_tokens = prompt_tokens
         self.count = self.private_blocks = self.cached_tokens = self.pulled_blocks = 0
-        self.load_s = self.rank = 0.0
+        self.load_s = self.rank = self.pulled_s = 0.0
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class ReplayReplica:
     __slots__ = (
         "_ended",
         "_first_token",
+        "_pulling",
         "_served",
         "_started",
         "_step",
@@ -76,6 +79,7 @@ class ReplayReplica:
         "due_s",
         "name",
         "pool",
+        "pulls",
         "queued_tokens",
         "rates",
         "running",
@@ -109,6 +113,8 @@ class ReplayReplica:
         self._v = self._v_s = 0.0
         """The tokens that each sequence since the start would have got, and when that was counted."""
         self._waiting: dict[int, list[tuple[float, int, ReplayJob]]] = {}
+        self._pulling: list[tuple[float, int, ReplayJob]] = []
+        self.pulls = PullRate(rates.pull_tokens_per_s)
         self._started: list[ReplayJob] = []
         self._served: dict[int, float] = {}
         self._step: _Step | None = None
@@ -136,10 +142,17 @@ class ReplayReplica:
             return self.queued_tokens, 0.0, 0.0, 0, 0
         return self.queued_tokens, step.begun_s, step.tokens / step.step_s, step.tokens * step.times, step.tokens
 
+    def step_end_s(self, now_s: float) -> float:
+        """Return when the step in progress ends: what is between two steps can be done then."""
+        step = self._step
+        if step is None or not step.step_s:
+            return now_s
+        return step.begun_s + max(ceil((now_s - step.begun_s) / step.step_s - CLOSE), 1) * step.step_s
+
     @property
     def waiting(self) -> int:
-        """Jobs without a first token."""
-        return self.unfinished - self.running
+        """Jobs without a first token that wait for no other replica's KV."""
+        return self.unfinished - self.running - len(self._pulling)
 
     @property
     def token_s(self) -> float:
@@ -155,11 +168,20 @@ class ReplayReplica:
     def submit(self, job: ReplayJob, now_s: float) -> None:
         """Take a request."""
         self._settle(now_s)
-        blocks = min(self.pool.match(job.path)[1], job.limit_blocks)
+        blocks = min(max(self.pool.match(job.path)[1], job.pulled_blocks), job.limit_blocks)
         job.left_tokens = job.prompt_tokens - blocks * self.block_tokens
         self.queued_tokens += job.left_tokens
         self.arrived_tokens += job.left_tokens
         self.unfinished += 1
+        if job.pulled_s > now_s:
+            heapq.heappush(self._pulling, (job.pulled_s, job.number, job))
+            self.pulls.observe(job.pulled_blocks * self.block_tokens, job.pulled_s - now_s, job.pulled_s)
+            self._wake_at(job.pulled_s)
+        else:
+            self._line_up(job, now_s)
+
+    def _line_up(self, job: ReplayJob, now_s: float) -> None:
+        """Let a job wait for its turn to be computed."""
         self._rank(job)
         line = self._waiting.get(job.tenant)
         if line is None:
@@ -223,6 +245,9 @@ class ReplayReplica:
         self.due_s = -1.0
         self._count_tokens(now_s)
         ended = self._end_answers(now_s)
+        while self._pulling and self._pulling[0][0] <= now_s + CLOSE_S:
+            self._settle(now_s)
+            self._line_up(heapq.heappop(self._pulling)[2], now_s)
         step = self._step
         if step is not None and step.times > 1 and ended:
             self._cut(step, now_s)
@@ -267,11 +292,17 @@ class ReplayReplica:
         return self.unfinished < before
 
     def _end(self, job: ReplayJob, now_s: float) -> None:
-        pool = self.pool
+        pool, size = self.pool, self.block_tokens
         self.unfinished -= 1
         segment, blocks = job.grown
+        last = job.path[-1] if job.path else None
         if blocks:
-            job.private_blocks -= pool.grow(segment, min(blocks, pool.held.get(segment, 0) + job.private_blocks))
+            most = min(blocks, pool.held.get(segment, 0) + job.private_blocks)
+            job.private_blocks -= pool.grow(segment, most, last, now_s)
+        filled = (job.prompt_tokens + job.output_tokens - 1) // size - job.prompt_tokens // size
+        rest = min(max(filled - blocks, 0), job.private_blocks)
+        pool.keep(rest, last, now_s)
+        job.private_blocks -= rest
         pool.release(job.path)
         pool.give(job.private_blocks)
         self._ended(self, job, now_s)
@@ -287,6 +318,8 @@ class ReplayReplica:
         if self.decoding:
             ends_s = now_s + max(self.decoding[0][0] - self._v, 0.0) * self._token_s()
             due_s = ends_s if due_s < 0.0 else min(due_s, ends_s)
+        if self._pulling:
+            due_s = self._pulling[0][0] if due_s < 0.0 else min(due_s, self._pulling[0][0])
         if due_s >= 0.0:
             self._wake_at(max(due_s, now_s))
 
@@ -299,7 +332,7 @@ class ReplayReplica:
         budget = min(rates.step_tokens - running, max(LEAST_STEP_TOKENS, int(rate * PREFILL_S)))
         if beside_s:
             budget = int(min(budget, max(QUANTUM_TOKENS, rate * (rates.max_itl_s - beside_s))))
-        shares, everyone = self._shares(max(budget, 1))
+        shares, everyone = self._shares(max(budget, 1), now_s)
         if not shares:
             return
         tokens = sum(shares.values())
@@ -312,7 +345,7 @@ class ReplayReplica:
             times = max(1, min(job.left_tokens // share for job, share in shares.items()))
         self._step = _Step(now_s, tokens / rate + beside_s + load_s, times, list(shares.items()), tokens)
 
-    def _shares(self, budget: int) -> tuple[dict[ReplayJob, int], bool]:
+    def _shares(self, budget: int, now_s: float) -> tuple[dict[ReplayJob, int], bool]:
         """Hand out a step's tokens: in equal parts to the tenants that wait, least served first, what is left again.
 
         A rest that is no token for each stays. The second answer: whether all that could be served got as many tokens,
@@ -327,7 +360,7 @@ class ReplayReplica:
         shares: dict[ReplayJob, int] = {}
         if len(lines) == 1:
             ((tenant, begun),) = lines.items()
-            self._serve(tenant, begun, budget, shares)
+            self._serve(tenant, begun, budget, shares, now_s)
             return shares, True
         tenants = sorted(lines, key=lambda tenant: self._served.get(tenant, 0.0))
         everyone, first = True, True
@@ -340,7 +373,7 @@ class ReplayReplica:
                 if not room:
                     everyone = everyone and not first
                     break
-                spent = self._serve(tenant, lines[tenant], room, shares)
+                spent = self._serve(tenant, lines[tenant], room, shares, now_s)
                 budget -= spent
                 got[tenant] += spent
                 if spent == room:
@@ -348,10 +381,10 @@ class ReplayReplica:
             tenants, first = more, False
         return shares, everyone and len({spent for spent in got.values() if spent}) <= 1
 
-    def _serve(self, tenant: int, begun: list[ReplayJob], room: int, shares: dict[ReplayJob, int]) -> int:
+    def _serve(self, tenant: int, begun: list[ReplayJob], room: int, shares: dict[ReplayJob, int], now_s: float) -> int:
         """Give a tenant's jobs up to ``room`` tokens; return how many."""
         spent = 0
-        while spent < room and (chosen := self._next(tenant, begun)) is not None:
+        while spent < room and (chosen := self._next(tenant, begun, now_s)) is not None:
             before = shares.get(chosen, 0)
             share = min(room - spent, chosen.left_tokens - before)
             shares[chosen] = before + share
@@ -360,7 +393,7 @@ class ReplayReplica:
                 begun.insert(0, chosen)
         return spent
 
-    def _next(self, tenant: int, begun: list[ReplayJob]) -> ReplayJob | None:
+    def _next(self, tenant: int, begun: list[ReplayJob], now_s: float) -> ReplayJob | None:
         """Return the tenant's next job, started now if it has not yet, or None."""
         line = self._waiting.get(tenant)
         skipped: list[tuple[float, int, ReplayJob]] = []
@@ -372,7 +405,7 @@ class ReplayReplica:
             job = entry[2]
             if self._awaits_another(job):
                 skipped.append(entry)
-            elif self._start(job):
+            elif self._start(job, now_s):
                 found = job
             else:
                 skipped.append(entry)
@@ -392,7 +425,7 @@ class ReplayReplica:
             return False
         return self.computing.get(job.path[count], job.number) != job.number
 
-    def _start(self, job: ReplayJob) -> bool:
+    def _start(self, job: ReplayJob, now_s: float) -> bool:
         """Give a job its blocks, if there are enough, and count what of its prompt is cached now."""
         pool, size = self.pool, self.block_tokens
         if self.running + len(self._started) >= self.rates.max_num_seqs:
@@ -403,15 +436,15 @@ class ReplayReplica:
         if not pool.fits(job.path, count, needed):
             return False
         pool.acquire(job.path, count)
+        if held:
+            pool.hit(job.path[count - 1], now_s)
         pool.take(needed)
         more, token_s = pool.loadable(job.path, count, blocks)
         more = min(more, job.limit_blocks - held)
         if token_s >= 1.0 / self.rates.prefill_tokens_per_s:
             more = 0
         reused = held + more
-        if job.pulled_blocks > reused:
-            job.load_s += (job.pulled_blocks - reused) * size / self.rates.pull_tokens_per_s
-            reused = min(job.pulled_blocks, job.limit_blocks)
+        reused = max(reused, min(job.pulled_blocks, job.limit_blocks))
         job.load_s += more * size * token_s
         job.private_blocks, job.count = needed, count
         left = max(job.prompt_tokens - reused * size, 1)
@@ -426,7 +459,7 @@ class ReplayReplica:
     def _end_step(self, step: _Step, now_s: float) -> None:
         for job in self._advance(step, step.times):
             self._started.remove(job)
-            used, own = self.pool.publish(job.path, job.count)
+            used, own = self.pool.publish(job.path, job.count, now_s)
             kept = -(-(job.prompt_tokens + job.output_tokens) // self.block_tokens) - own
             self.pool.give(job.private_blocks - used - kept)  # copies of what another one has published meanwhile
             job.private_blocks = kept

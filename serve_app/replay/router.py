@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from router.candidates import RoutingView, estimate
-from router.load import LoadTable, ReplicaLoad, seconds_per_token
+from router.candidates import TIE_TOLERANCE, Candidate, RoutingView, estimate
+from router.load import PULL_PRICE, LoadTable, ReplicaLoad, seconds_per_token
 from router.policies import POLICIES
 from router.protocol.request import RoutedRequest
 from router.settings import PolicySettings
@@ -22,14 +22,17 @@ from serve_app.replay.replica import ReplayJob, ReplayReplica
 from serve_app.replay.setup import Setup
 
 MASKS_KEPT = 50_000
+QUEUE_COLUMNS = ("queued_tokens", "committed_tokens", "overtakable_tokens", "falloff")
+"""Columns that are made when a policy reads them: few do."""
 
 
 class ReplayDecision(NamedTuple):
-    """The chosen replica, the blocks it was expected to have, to pull, and the seconds of its first token."""
+    """The chosen replica, the blocks it was expected to have and to pull, from whom, and its first token's seconds."""
 
     replica: ReplayReplica
     predicted_blocks: int
     pulled_blocks: int
+    pulled_from: ReplayReplica | None
     own_s: float
     estimated_ttft_s: float
     best_blocks: int
@@ -44,22 +47,22 @@ class ModelledLoads(LoadTable):
         self.replica_ids = [replica.name for replica in replicas]
         self.replicas = {name: ReplicaLoad(row) for row, name in enumerate(self.replica_ids)}
         rows = len(self.replica_ids)
-        for column in ("queued_tokens", "committed_tokens", "overtakable_tokens", "waiting", "falloff", "running"):
-            setattr(self, column, np.zeros(rows))
+        self.waiting, self.running = np.zeros((2, rows))
         self.seconds_per_token = np.full(rows, 1.0 / setup.rates.prefill_tokens_per_s)
         self.full = np.zeros(rows, np.bool_)
         self.seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in self.replica_ids], np.uint64)
         pull = setup.rates.pull_tokens_per_s
         self.num_pulling = rows if pull else 0
-        pace = setup.rates.prefill_tokens_per_s / pull if pull else float("inf")
-        self.pull_shares = np.full(rows, min(1.4 * pace, 1.0))
+        self.pull_shares = np.ones(rows)
         for each in self.replicas.values():
-            each.pulls, each.pull_pace = bool(pull), pace
+            each.pulls, each.seconds_per_token = bool(pull), 1.0 / setup.rates.prefill_tokens_per_s
         self._rate = setup.rates.prefill_tokens_per_s
         self._shortest_first = setup.shortest_first
         self._base, self._begun_s, self._per_s, self._most, self._step, self._least = np.zeros((6, rows))
         self._modulus = np.ones(rows)
         self._dirty = set(self.replica_ids)
+        self._unwritten = set(self.replica_ids)
+        self._now_s = 0.0
         self.ranked_s = self.seconds_per_token
 
     def changed(self, replica: ReplayReplica) -> None:
@@ -67,13 +70,45 @@ class ModelledLoads(LoadTable):
         self._dirty.add(replica.name)
 
     def refresh(self, now_s: float) -> None:
-        """Write every replica's present load: those that changed, and how far all have come since."""
-        dirty = self._dirty
+        """Write what every replica does as of now; its queue only where a policy reads that."""
+        self._now_s = now_s
+        values = self.__dict__
+        for column in QUEUE_COLUMNS:
+            values.pop(column, None)
+        dirty, unwritten = self._dirty, self._unwritten
         while dirty:
-            load = self.replicas.get(dirty.pop())
-            if load is not None:
-                self._take_work(load, self.sources[load.row])
-        done = (now_s - self._begun_s) * self._per_s
+            name = dirty.pop()
+            load = self.replicas.get(name)
+            if load is None:
+                continue
+            unwritten.add(name)
+            row, source = load.row, self.sources[load.row]
+            running = source.running
+            self.waiting[row] = source.waiting
+            if running != load.running:
+                load.running = running
+                self.running[row] = running
+                load.seconds_per_token = per_token = seconds_per_token(self._rate, running)
+                self.seconds_per_token[row] = per_token
+            if load.pulls:
+                pull_rate = source.pulls.tokens_per_s(now_s)
+                load.pull_pace = 1.0 / (pull_rate * load.seconds_per_token)
+                self.pull_shares[row] = min(load.pull_pace * PULL_PRICE, 1.0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in QUEUE_COLUMNS:
+            raise AttributeError(name)
+        self._write_queues()
+        return self.__dict__[name]
+
+    def _write_queues(self) -> None:
+        """Write the columns of queues: of the replicas that changed, and how far all have come since."""
+        for name in self._unwritten:
+            row = self.replicas[name].row
+            self._base[row], self._begun_s[row], self._per_s[row], self._most[row], step = self.sources[row].progress()
+            self._step[row], self._modulus[row], self._least[row] = step, step or 1, 1.0 if step else 0.0
+        self._unwritten.clear()
+        done = (self._now_s - self._begun_s) * self._per_s
         np.minimum(done, self._most, done)
         done = np.floor(done / self._modulus + 1e-9) * self._modulus  # engines report as of their last step
         queued = np.maximum(self._base - done, self._least)
@@ -83,24 +118,13 @@ class ModelledLoads(LoadTable):
         jobs = np.maximum(self.waiting - (committed > 0.0), 1.0)
         self.falloff = np.divide(-jobs, others, out=np.zeros(len(others)), where=others > 0.0)
 
-    def _take_work(self, load: ReplicaLoad, source: ReplayReplica) -> None:
-        row, running = load.row, source.running
-        self._base[row], self._begun_s[row], self._per_s[row], self._most[row], step = source.progress()
-        self._step[row], self._modulus[row] = step, step or 1
-        self._least[row] = 1.0 if step else 0.0
-        self.waiting[row] = source.unfinished - running
-        if running != load.running:
-            load.running = running
-            self.running[row] = running
-            load.seconds_per_token = per_token = seconds_per_token(self._rate, running)
-            self.seconds_per_token[row] = per_token
-
     def written(self, replica_id: str) -> None:
-        """Write a replica's row to its plain numbers, which estimates read."""
+        """Write a replica's queue to its plain numbers, which estimates read: as its columns have it."""
         load = self.replicas[replica_id]
-        row = load.row
-        load.queued_tokens, load.committed_tokens = int(self.queued_tokens[row]), int(self.committed_tokens[row])
-        load.waiting, load.falloff = int(self.waiting[row]), float(self.falloff[row])
+        source = self.sources[load.row]
+        load.queued_tokens, load.committed_tokens = queued, committed = source.load(self._now_s)
+        load.waiting, others = source.waiting, queued - committed
+        load.falloff = -max(load.waiting - (committed > 0), 1) / others if others > 0 else 0.0
 
 
 class ReplayRouter:
@@ -123,8 +147,6 @@ class ReplayRouter:
     def replicas(self, replicas: Sequence[ReplayReplica]) -> None:
         """Use these from now on."""
         self.loads = ModelledLoads(replicas, self._setup)
-        for load in self.loads.replicas.values():
-            load.seconds_per_token = 1.0 / self._setup.rates.prefill_tokens_per_s
         self._rows = {replica.name: replica for replica in replicas}
         self._names = {replica.pool.bit: replica.name for replica in replicas}
         self._of_mask.clear()
@@ -208,7 +230,7 @@ class ReplayRouter:
             request, match, loads, self._turn, self._rng, self._scoring, (),
             pending, None, None, now_s,
         )  # fmt: skip
-        chosen = self._rank(view, 1)[0].replica_id
+        chosen = self._chosen(job, view)
         loads.written(chosen)
         expected = estimate(view, chosen)
         per_token = loads.replicas[chosen].seconds_per_token
@@ -217,10 +239,21 @@ class ReplayRouter:
             replica,
             expected.cached_tokens // self._size,
             expected.pull_tokens // self._size,
+            self._rows.get(expected.pull_from),
             expected.uncached_tokens * per_token,
             expected.estimated_ttft_s,
             view.best_tokens // self._size,
         )
+
+    def _chosen(self, job: ReplayJob, view: RoutingView) -> str:
+        """Return the policy's choice, among equal ones that of a recorded run: there chance decided."""
+        if not self._setup.served_by:
+            return self._rank(view, 1)[0].replica_id
+        ranked = self._rank(view, None)
+        wanted = f"replica-{self._setup.served_by[job.number]}"
+        return next(
+            (one for one in ranked if one.replica_id == wanted and _equal(one, ranked[0], view)), ranked[0]
+        ).replica_id
 
     def begun(self, job: ReplayJob, replica: ReplayReplica) -> None:
         """Note that a replica will compute a prompt."""
@@ -245,3 +278,9 @@ class ReplayRouter:
             masks[segment] ^= bit
             if not masks[segment]:
                 del masks[segment]
+
+
+def _equal(one: Candidate, first: Candidate, view: RoutingView) -> bool:
+    """Return whether only rendezvous order puts one candidate behind the first."""
+    held = (max(view.match.get(each.replica_id, 0), view.pending.get(each.replica_id, 0)) for each in (one, first))
+    return one.score <= first.score * (1.0 + TIE_TOLERANCE) and len(set(held)) == 1

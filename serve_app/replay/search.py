@@ -15,10 +15,19 @@ from serve_app.replay.cluster import ReplayCluster, Replayed, ScalingRule
 from serve_app.replay.forked import forked
 from serve_app.replay.outcome import attainment, figures_of
 from serve_app.replay.prompts import ModelTraffic
-from serve_app.replay.rules import FixedRule, LlmdRule, OracleRule, OurRule, RayTtftRule, ScaleBounds, ServeRule
+from serve_app.replay.rules import (
+    LLMD_TPOT_S,
+    FixedRule,
+    LlmdRule,
+    OracleRule,
+    OurRule,
+    RayTtftRule,
+    ScaleBounds,
+    ServeRule,
+)
 from serve_app.replay.setup import Setup
 
-RUNS = 8
+RUNS = 10
 """Simulations a rule, to find its cheapest setting."""
 FIRMEST = 0.1
 """The least part of the target that our rule is given; a stricter setting has more replicas at least."""
@@ -67,8 +76,9 @@ class Search:
         """Return a rule at a setting, and the replicas it starts with: as many as it needs at the beginning."""
         goal = self.goal
         bounds = ScaleBounds(goal.least, goal.most, goal.ttft_s * (setting if name in (RAY_TTFT, LLMD) else 1.0))
-        work = self.work()
-        first = goal.first or bounds.within(max(1, ceil(work[0] + sqrt(work[0]))))
+        if (first := goal.first or 0) == 0:
+            busy = self.work()[0]
+            first = bounds.within(max(1, ceil(busy + sqrt(busy))))
         if name == OURS:
             settings = self.autoscaling(setting)
             return OurRule(settings), max(first, settings.min_replicas)
@@ -77,10 +87,10 @@ class Search:
         if name == RAY_TTFT:
             return RayTtftRule(bounds), first
         if name == LLMD:
-            return LlmdRule(bounds), first
+            return LlmdRule(bounds, LLMD_TPOT_S * setting), first
         if name == FIXED:
             return FixedRule(bounds.within(round(setting))), bounds.within(round(setting))
-        plan = [bounds.within(ceil(each + setting * sqrt(each))) for each in work]
+        plan = [bounds.within(ceil(each + setting * sqrt(each))) for each in self.work()]
         return OracleRule(plan, WINDOW_S, self._setup.start_s), plan[0]
 
     def autoscaling(self, setting: float) -> AutoscalingConfig:
@@ -149,16 +159,21 @@ class Search:
             return bool(tried[-1].figures["within_target"] >= self.goal.part)
 
         # ``falls``: a larger setting means fewer replicas, so the largest good one is looked for; else the smallest.
+        # The strictest one is tried last, and only where no other was good: it is rarely the cheapest.
         strict, loose = (low, high) if falls else (high, low)
-        if not good(loose) and good(strict):
-            for _ in range(RUNS - 2):
-                if name == FIXED and abs(strict - loose) <= 1.0:
-                    break
-                middle = self._between(name, strict, loose)
-                if good(middle):
-                    strict = middle
-                else:
-                    loose = middle
+        if good(loose):
+            return tried
+        met = False
+        while len(tried) < RUNS - (not met):
+            if name == FIXED and abs(strict - loose) <= 1.0:
+                break
+            middle = self._between(name, strict, loose)
+            if good(middle):
+                strict, met = middle, True
+            else:
+                loose = middle
+        if not met:
+            good(strict)
         return sorted(tried, key=self._rank)
 
     def _between(self, name: str, strict: float, loose: float) -> float:
@@ -179,7 +194,7 @@ class Search:
         if name == SERVE:
             return 1.0, float(self._setup.rates.max_num_seqs), True
         if name == RAY_TTFT:
-            return 0.25, 2.0, True
+            return 0.25, 8.0, True
         if name == LLMD:
             return 0.25, 8.0, True
         if name == FIXED:

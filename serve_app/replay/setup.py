@@ -51,7 +51,9 @@ class Setup:
     ``shortest_first``: less uncached work first, else in order of arrival. ``start_s``: from the decision until a new
     replica takes requests. ``warm_join``, ``hand_over``: KV copied at most in ``warm_join_s`` and ``hand_over_s``, at
     ``Rates.pull_tokens_per_s``. ``answers_cached``: the next request of a conversation finds the last answer's KV.
-    ``changes``: without a rule, moments and the number of replicas from then on.
+    ``changes``: without a rule, moments and the number of replicas from then on. ``served_by``: by request, the replica
+    that it goes to if no other is better, in the order in which they come: a recorded run's, -1 for any. ``runs``: so
+    often, with shifted arrivals, for the mean.
     """
 
     name: str
@@ -68,3 +70,5 @@ class Setup:
     hand_over_s: float = 20.0
     answers_cached: bool = True
     changes: tuple[tuple[float, int], ...] = ()
+    served_by: tuple[int, ...] = ()
+    runs: int = 1

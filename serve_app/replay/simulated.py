@@ -29,6 +29,10 @@ from serve_app.traffic.workload import Workload, reusable_tokens
 
 AGAIN = "recorded, simulated"
 """The row that simulates what was recorded, with its policy and replicas: it shows how far to trust the others."""
+AGAIN_RUNS, FEW_REQUESTS = 5, 20_000
+"""A recorded run of few requests hangs on milliseconds: it is simulated so often, with arrivals shifted at random."""
+SHIFT_S = 0.005
+MEANS = ("within_target", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "hit_rate")
 
 Told = Callable[[int], object]
 """Hears how many requests, or runs, are simulated."""
@@ -60,14 +64,23 @@ def model_traffic(file: Workload, chosen: npt.NDArray[np.bool_]) -> ModelTraffic
     )  # fmt: skip
 
 
+def shifted(traffic: ModelTraffic, seed: int) -> ModelTraffic:
+    """Return the same requests, each up to ``SHIFT_S`` later or earlier, in the same order."""
+    moves = np.random.default_rng(seed).uniform(-SHIFT_S, SHIFT_S, len(traffic))
+    return replace(traffic, arrival_s=np.maximum.accumulate(np.maximum(traffic.arrival_s + moves, 0.0)))
+
+
 def side_by_side(
     traffic: ModelTraffic, setups: Sequence[Setup], target_ttft_s: float, told: Told, processes: int = 0
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Return a row and curves for each setup."""
+    """Return a row and curves for each setup; of several ``runs`` the means, and the first one's curves."""
 
     def one(setup: Setup, progress: Callable[[int], object]) -> tuple[dict[str, Any], dict[str, Any]]:
-        result = ReplayCluster(traffic, setup, progress=progress).run()
-        return figures_of(traffic, result, target_ttft_s), curves_of(traffic, result)
+        runs = [traffic, *(shifted(traffic, seed) for seed in range(1, setup.runs))]
+        results = [ReplayCluster(each, setup, progress=progress).run() for each in runs]
+        rows = [figures_of(each, result, target_ttft_s) for each, result in zip(runs, results, strict=True)]
+        mean = {name: float(np.mean([row[name] for row in rows])) for name in MEANS}
+        return {**rows[0], **(mean if setup.runs > 1 else {})}, curves_of(traffic, results[0])
 
     found = forked([partial(one, setup) for setup in setups], lambda done: told(sum(done)), processes)
     rows = [{"name": setup.name, "policy": setup.policy, **row} for setup, (row, _) in zip(setups, found, strict=True)]
@@ -176,9 +189,10 @@ class ModelReplay:
             answers_cached=answers_found(self.traffic, workload.cached_tokens[chosen]),
         )
         self.recorded = self._recorded()
-        self.sizes = [(each.at_s, each.replicas) for each in workload.changes if each.model in ("", model)]
+        self._changes = [each for each in workload.changes if each.model in ("", model)]
+        self.sizes = [(each.at_s, len(each.replicas)) for each in self._changes]
 
-    def _as_recorded(self) -> Setup | None:
+    def as_recorded(self) -> Setup | None:
         """Return the setup of the recorded run, with its changes of replicas; None if the file tells none."""
         if self.recorded is None or self.recorded["hit_rate"] is None or not (self._facts.replicas or self.sizes):
             return None
@@ -192,7 +206,21 @@ class ModelReplay:
             policy=policy,
             pool_tokens=self._facts.pool_tokens or self.setup.pool_tokens,
             changes=tuple((at_s, count) for at_s, count in self.sizes if at_s > 0.0),
+            served_by=self._served_by(),
+            runs=AGAIN_RUNS if len(self.traffic) <= FEW_REQUESTS else 1,
         )
+
+    def _served_by(self) -> tuple[int, ...]:
+        """Return by request its replica's number, counted as they come; one in the place of another has its number."""
+        numbers: dict[int, int] = {}
+        running: set[int] = set()
+        for change in self._changes:
+            gone = [numbers[one] for one in sorted(running - set(change.replicas))]
+            for one in change.replicas:
+                if one not in numbers:
+                    numbers[one] = gone.pop() if gone else max(numbers.values(), default=-1) + 1
+            running = set(change.replicas)
+        return tuple(numbers.get(one, -1) for one in self._workload.replica[self._chosen].tolist())
 
     def _usual(self) -> int:
         """Return the replicas that the file had for the longest time, 0 if it does not tell."""
@@ -264,7 +292,7 @@ class ModelReplay:
     def _side_by_side(self, told: Callable[[str, int, int], object]) -> tuple[list[Any], Curves, list[str], str]:
         plan = self._plan
         setups = self._setups()
-        again = self._as_recorded()
+        again = self.as_recorded()
         if again is not None:
             setups = [again, *setups]
         total = len(setups) * len(self.traffic)

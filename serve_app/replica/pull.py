@@ -5,7 +5,6 @@ Everything runs in the replica's loop; a waiting request starts when its ``Remot
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -16,12 +15,13 @@ import numpy as np
 from opentelemetry.trace import Span
 
 from router.protocol.block_hash import HASH_BYTES, common_blocks
-from router.protocol.samples import Histogram, Labels, Rate, Sample
+from router.protocol.samples import Histogram, Labels, Sample
 from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Clock, Engine, EngineError, EngineRequest, RemoteKv
 from serve_app.replica.peers import HolderLost, NoPart, PulledPart, WantedPart
+from serve_app.replica.pull_rate import PullRate, expected_tokens_per_s
 from serve_app.tracing import ReplicaTrace, end_pull
 
 logger = logging.getLogger(__name__)
@@ -31,15 +31,6 @@ PIECE_BYTES = 32 * 1024 * 1024
 
 LEAST_DEADLINE_S = 0.25
 UNKNOWN_DEADLINE_S = 5.0
-
-EXPECTED_BYTES_PER_S = 6e9
-"""Assumed rate of a pull until measured: above all rates seen, so that a first pull is tried and the rate known.
-
-If that one is slow, it ends when computing would have ended, and the next is tried when it is all but forgotten.
-"""
-
-_EXPECTED_WEIGHT_S = 0.01
-_MEMORY_S = 60.0
 
 PullRefusal = Literal["off", "held", "short", "slow", "busy"]
 """Why a planned pull was not begun: switched off, already here, too little, slower than computing, too many pulls."""
@@ -65,28 +56,6 @@ class _Pull:
     remote_kv: RemoteKv
     cached: int = 0
     spans: list[Span] = field(default_factory=list)
-
-
-class PullRate:
-    """Tokens and seconds of past pulls, halved about every 40 seconds."""
-
-    def __init__(self, block_size: int, block_bytes: int) -> None:
-        self._expected = EXPECTED_BYTES_PER_S / max(block_bytes, 1) * block_size
-        self._rate = Rate()
-        self._at_s = 0.0
-
-    def observe(self, tokens: int, duration_s: float, now_s: float) -> None:
-        """Add a pull; one that was too late brought few tokens, or 0."""
-        self._rate = self._rate.then(tokens, duration_s, self._kept(now_s))
-        self._at_s = now_s
-
-    def tokens_per_s(self, now_s: float) -> float:
-        """Return the estimated rate in two significant digits, so that reports of it rarely change."""
-        rate = self._rate.then(self._expected * _EXPECTED_WEIGHT_S, _EXPECTED_WEIGHT_S, self._kept(now_s))
-        return float(f"{rate.per_s:.2g}")
-
-    def _kept(self, now_s: float) -> float:
-        return math.exp(-max(now_s - self._at_s, 0.0) / _MEMORY_S)
 
 
 class PullMeters:
@@ -130,7 +99,7 @@ class Puller:
         self._size = config.block_size
         self._clock = clock
         self._block_bytes = max(engine.kv_block_bytes, 1)
-        self._rate = PullRate(self._size, self._block_bytes)
+        self._rate = PullRate(expected_tokens_per_s(self._size, self._block_bytes))
         self._under_way: dict[asyncio.Task[None], _Pull] = {}
 
     @property

@@ -165,7 +165,8 @@ def _read(path: Path, size: int, coarser: int, columns: _Columns) -> None:
                 columns.facts.setdefault(name, facts)
             continue
         if isinstance(line, ReplicaChange):
-            columns.changes.append(ReplicasAt(started_s + line.timestamp / 1000.0, line.model, len(line.replicas)))
+            named = tuple(_place(replica, max(place, 0), columns) for replica in line.replicas)
+            columns.changes.append(ReplicasAt(started_s + line.timestamp / 1000.0, line.model, named))
             continue
         if place < 0:  # without a header
             place = columns.recordings.setdefault(f"file {path}", len(columns.recordings))
@@ -207,7 +208,11 @@ def _add(request: TrafficRequest, started_s: float, recording: int, size: int, c
     columns.tenant.append(columns.tenants.place(prefix + (request.tenant or "default")))
     columns.model.append(columns.models.place(request.model or "model"))
     columns.adapter.append(columns.adapters.place(request.adapter))
-    columns.replica.append(columns.replicas.place(prefix + request.replica if request.replica else ""))
+    columns.replica.append(_place(request.replica, recording, columns))
+
+
+def _place(replica: str, recording: int, columns: _Columns) -> int:
+    return columns.replicas.place(f"{recording}:{replica}" if recording and replica else replica)
 
 
 def _count_shadow(request: TrafficRequest, choice: ShadowChoice, columns: _Columns) -> None:

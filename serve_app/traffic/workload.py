@@ -19,11 +19,11 @@ Column = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class ReplicasAt:
-    """The replicas of a model that took requests from ``at_s`` on."""
+    """The replicas of a model that took requests from ``at_s`` on, by their places in ``Workload.replicas``."""
 
     at_s: float
     model: str
-    replicas: int
+    replicas: tuple[int, ...]
 
 
 @dataclass(slots=True)

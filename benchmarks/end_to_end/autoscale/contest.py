@@ -13,7 +13,7 @@ from rich.progress import Progress
 from benchmarks.common.harness import Options, note
 from benchmarks.end_to_end.autoscale.arms import MOST_COMPRESSED, Contest, ScalingArm
 from benchmarks.end_to_end.autoscale.figures import row_of, traffic_of
-from benchmarks.end_to_end.autoscale.stage import play, undisturbed
+from benchmarks.end_to_end.autoscale.stage import ALONE, TOGETHER, play, undisturbed
 from benchmarks.end_to_end.autoscale.traffic import shots_of
 from serve_app.config.engine import ENGINES
 from serve_app.replay.open_loop import Shot
@@ -101,9 +101,13 @@ def compare(
     }
 
 
-def _right(base: dict[str, Any], shots: list[Shot], bar: Callable[[str, int], Callable[[], object]]) -> dict[int, str]:
+def _right(
+    base: dict[str, Any], shots: list[Shot], bar: Callable[[str, int], Callable[[], object]]
+) -> dict[int, set[str]]:
     simulated = ENGINES[base["engine"]].simulated
-    return undisturbed({**base, **(_FAST if simulated else {})}, shots, bar("undisturbed", len(shots)))
+    clients = (TOGETHER,) if simulated else (ALONE, TOGETHER)
+    told = bar("undisturbed", len(shots) * len(clients))
+    return undisturbed({**base, **(_FAST if simulated else {})}, shots, clients, told)
 
 
 def _warnings(options: Options, contest: Contest) -> list[str]:

@@ -42,7 +42,7 @@ def replayed(run: ScalingRun, traffic: ModelTraffic) -> Replayed:
 
 
 def row_of(
-    name: str, run: ScalingRun, traffic: ModelTraffic, right: Mapping[int, str], target_ttft_s: float
+    name: str, run: ScalingRun, traffic: ModelTraffic, right: Mapping[int, set[str]], target_ttft_s: float
 ) -> tuple[dict[str, Any], Replayed]:
     """Return an arm's row, and its run. ``right``: the undisturbed answers; none are compared without any.
 
@@ -52,7 +52,7 @@ def row_of(
     altered = [
         number
         for number, result in run.results.items()
-        if right and result.answer is not None and result.answer.text != right[number]
+        if right and result.answer is not None and result.answer.text not in right[number]
     ]
     reasons = sorted({result.reason[:200] for result in run.results.values() if result.reason})
     late_s = max((result.late_s for result in run.results.values()), default=0.0)

@@ -26,7 +26,8 @@ SAMPLE_S = 0.5
 MORE_S = 1.0
 """After the last answer, for what ends with it."""
 RUNNING, STARTING, STOPPING = "RUNNING", "STARTING", "STOPPING"
-REFERENCE_CLIENTS = 8
+ALONE, TOGETHER = 1, 8
+"""Clients at a time of a run to which nothing happens."""
 
 
 @dataclass(slots=True)
@@ -51,18 +52,25 @@ def play(
         return asyncio.run(_Stage(arm, dict(base), cluster, times).play(shots, kills, told))
 
 
-def undisturbed(settings: Mapping[str, Any], shots: Sequence[Shot], told: Callable[[], object]) -> dict[int, str]:
-    """Return the answers' texts of one replica, to which nothing happens, asked by a few clients at a time."""
-    texts: dict[int, str] = {}
+def undisturbed(
+    settings: Mapping[str, Any], shots: Sequence[Shot], clients: Sequence[int], told: Callable[[], object]
+) -> dict[int, set[str]]:
+    """Return the answers' texts of one replica to which nothing happens, from a run with each number of clients.
+
+    Two runs may differ: where two tokens are equally likely but for rounding, a step's other sequences decide.
+    """
+    texts: dict[int, set[str]] = {shot.number: set() for shot in shots}
 
     def take(result: Result) -> None:
-        texts[result.shot.number] = result.answer.text if result.answer is not None else ""
+        if result.answer is not None:
+            texts[result.shot.number].add(result.answer.text)
         told()
 
     at_once = [Shot(0.0, shot.path, shot.body, number=shot.number) for shot in shots]
     with LocalCluster(nodes=1) as cluster:
         cluster.deploy(application(dict(settings)))
-        asyncio.run(send(cluster.url, at_once, take, timeout_s=TIMEOUT_S, most_open=REFERENCE_CLIENTS))
+        for most_open in clients:
+            asyncio.run(send(cluster.url, at_once, take, timeout_s=TIMEOUT_S, most_open=most_open))
     return texts
 
 

@@ -68,7 +68,7 @@ def check_conserved(cluster: ReplayCluster, prompts: ModelTraffic, result: Repla
         pool = life.replica.pool
         assert pool.free + sum(pool.held.values()) == pool.capacity and not pool.refs
         for segment, blocks in pool.held.items():
-            if blocks == prompts.sizes[segment]:
+            if segment >= 0 and blocks == prompts.sizes[segment]:
                 whole[segment] = whole.get(segment, 0) | pool.bit
     assert cluster._holders.whole == whole
     assert not cluster._router._pending
@@ -137,40 +137,61 @@ def test_replica_seconds_are_the_integral_of_replicas() -> None:
 
 
 def pool_with(holders: Holders, bit: int, sizes: list[int], capacity: int, *paths: list[int]) -> SegmentPool:
-    """Return a pool that holds these paths, the last one as the hottest."""
+    """Return a pool that holds these paths, used one after another, so that the last one is the hottest."""
     pool = SegmentPool(capacity, sizes, bit, holders)
-    for path in paths:
+    for moment, path in enumerate(paths):
         count, blocks = pool.match(path)
         pool.acquire(path, count)
         assert pool.take(sum(sizes[one] for one in path) - blocks)
-        pool.publish(path, count)
+        pool.publish(path, count, float(moment))
         pool.release(path)
     return pool
 
 
-def test_a_join_copies_what_others_hold_and_no_more() -> None:
-    """A part is copied as a part, and what the others used last is evicted last here, too."""
+def test_a_join_copies_what_is_hottest() -> None:
+    """A part is copied as a part, after its beginning; what does not fit is left."""
     sizes, holders = [2, 3, 4], Holders()
     other = pool_with(holders, 1, sizes, 9, [0, 1], [2])
     other.take(2)  # evicts two blocks of the segment 1
     new = SegmentPool(20, sizes, 2, holders)
-    assert warm(new, [other], 100) == 7
+    assert warm(new, [other], 100, 9.0) == 7
     assert new.held == {0: 2, 1: 1, 2: 4} and new.free == 13
-    assert list(new.idle) == [1, 0, 2]
-    assert warm(SegmentPool(20, sizes, 4, holders), [other], 5) == 4
+    assert list(new.idle) == [2, 1, 0]  # as copied, but a beginning after its end
+    small = SegmentPool(20, sizes, 4, holders)
+    assert warm(small, [other], 5, 9.0) == 5 and small.held == {2: 4, 0: 1}
 
 
-def test_a_hand_over_keeps_paths_together_and_blocks_whole() -> None:
+def test_a_hit_prefix_is_hotter_than_a_newer_one() -> None:
+    """One request that matched it outweighs that another prefix came later."""
+    sizes, holders = [2, 3], Holders()
+    other = pool_with(holders, 1, sizes, 9, [0], [1])
+    other.hit(0, 5.0)
+    new = SegmentPool(2, sizes, 2, holders)
+    assert warm(new, [other], 100, 9.0) == 2 and new.held == {0: 2}
+
+
+def test_a_hand_over_keeps_paths_together() -> None:
     """A child goes where its parent is; what a receiver has a part of already takes only the rest."""
-    sizes, parents, holders = [2, 3, 4], [-1, 0, -1], Holders()
+    sizes, holders = [2, 3, 4], Holders()
     leaving = pool_with(holders, 1, sizes, 9, [2], [0, 1])
     part = SegmentPool(40, sizes, 2, holders)
     part.take(1)
-    part.grow(2, 1)
+    part.grow(2, 1, None, 0.0)
     roomy = SegmentPool(30, sizes, 4, holders)
-    assert hand_over(leaving, [part, roomy], holders, parents, sizes, 100) == 8
+    assert hand_over(leaving, [part, roomy], 100, 9.0) == 8
     assert part.held == {0: 2, 1: 3, 2: 4} and part.free == 31 and not roomy.held
-    assert list(part.idle) == [2, 1, 0]
+
+
+def test_a_hand_over_takes_the_room_of_what_is_colder() -> None:
+    """A full pool gives up what was used before, and keeps what is as hot."""
+    sizes, holders = [2, 2, 2], Holders()
+    leaving = pool_with(holders, 1, sizes, 4, [0])
+    leaving.hit(0, 5.0)
+    full = pool_with(holders, 2, sizes, 4, [1], [2])
+    assert hand_over(leaving, [full], 100, 9.0) == 2 and full.held == {2: 2, 0: 2}
+    colder = pool_with(holders, 4, sizes, 2, [1])
+    full.hit(2, 8.0)
+    assert hand_over(colder, [full], 100, 9.0) == 0
 
 
 @settings(max_examples=60, deadline=None)

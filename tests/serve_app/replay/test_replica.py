@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS
 from serve_app.replay.pool import Holders, SegmentPool, TierStore
 from serve_app.replay.replica import NOTHING, ReplayJob, ReplayReplica
-from serve_app.replay.setup import CacheTier, Rates
+from serve_app.replay.router import ModelledLoads
+from serve_app.replay.setup import CacheTier, Rates, Setup
 
 SIZE = 16
 
@@ -28,7 +29,7 @@ class StepByStep(ReplayReplica):
 
 @dataclass(frozen=True)
 class Came:
-    """A request: its path and tokens, and the segment that its answer begins."""
+    """A request: its path and tokens, the segment that its answer begins, and blocks pulled in so many seconds."""
 
     at_s: float
     path: tuple[int, ...]
@@ -36,6 +37,7 @@ class Came:
     output_tokens: int
     tenant: int = 0
     grown: tuple[int, int] = NOTHING
+    pulled: tuple[int, float] = (0, 0.0)
 
 
 @dataclass
@@ -62,6 +64,8 @@ class World:
             wake=lambda _, at_s: heapq.heappush(self.events, (at_s, len(self.events))),
             first_token=self._first, ended=self._ended,
         )  # fmt: skip
+        setup = Setup("alone", self.rates, shortest_first=self.shortest_first)
+        self.loads = ModelledLoads([self.replica], setup)
 
     def _first(self, replica: ReplayReplica, job: ReplayJob, now_s: float) -> None:
         assert job.number not in self.first
@@ -94,17 +98,27 @@ class World:
     def job(self, number: int, came: Came) -> ReplayJob:
         """Return a request as a job."""
         tokens = sum(self.sizes[one] for one in came.path) * SIZE + came.more_tokens
-        return ReplayJob(
+        job = ReplayJob(
             number, came.at_s, tokens, came.output_tokens, came.tenant, list(came.path), (tokens - 1) // SIZE,
             came.grown,
         )  # fmt: skip
+        if came.pulled[0]:
+            job.pulled_blocks, job.pulled_s = came.pulled[0], came.at_s + came.pulled[1]
+        return job
 
     def check(self, now_s: float) -> None:
         """The bounds hold, and a router sees sane numbers."""
         replica, pool = self.replica, self.pool
         assert pool.free >= 0 and pool.idle_blocks >= 0
-        queued, committed = replica.load(now_s)
-        assert 0 <= committed <= queued
+        loads = self.loads
+        loads.changed(replica)
+        loads.refresh(now_s)
+        loads.written("r")
+        seen = loads.replicas["r"]
+        assert 0 <= seen.committed_tokens <= seen.queued_tokens
+        assert (seen.queued_tokens, seen.committed_tokens) == (loads.queued_tokens[0], loads.committed_tokens[0])
+        assert loads.overtakable_tokens[0] == seen.queued_tokens - seen.committed_tokens
+        assert (seen.falloff, seen.waiting) == (loads.falloff[0], replica.waiting)
         self.most_running = max(self.most_running, replica.running)
         assert replica.running <= self.rates.max_num_seqs
         assert 0 <= replica.waiting <= replica.unfinished
@@ -138,7 +152,10 @@ def traffics(draw: st.DrawFn, tenants: int = 3) -> tuple[list[int], list[Came]]:
             child = draw(st.sampled_from(children))
             grown = child, min(output // SIZE, sizes[child])
         more = draw(st.integers(1, SIZE - 1))
-        came.append(Came(now_s, tuple(path), more, output, draw(st.integers(0, tenants - 1)), grown))
+        whole = sum(sizes[one] for one in path)
+        pulled = draw(st.integers(1, whole)), draw(st.sampled_from([0.001, 0.07, 0.9]))
+        pulled = pulled if draw(st.integers(0, 3)) == 0 else (0, 0.0)
+        came.append(Came(now_s, tuple(path), more, output, draw(st.integers(0, tenants - 1)), grown, pulled))
     return sizes, came
 
 
@@ -306,17 +323,21 @@ def test_what_a_tier_has_is_loaded_at_its_rate() -> None:
         world.nothing_left(3)
 
 
-def test_a_pull_costs_its_tokens() -> None:
-    """Blocks that come from another replica cost their tokens at the pull's rate, and count as cached."""
-    world = World(Rates(1000.0, pull_tokens_per_s=10_000.0), [10], 30)
-    job = world.job(0, Came(0.0, (0,), 1, 1))
-    job.pulled_blocks = 10
-    world.replica.submit(job, 0.0)
-    while world.events:
-        world.replica.tick(heapq.heappop(world.events)[0])
-    assert world.cached == {0: 160}
-    assert world.first[0] == pytest.approx(0.016 + 0.001)
-    world.nothing_left(1)
+def test_a_prompt_waits_for_what_it_pulls() -> None:
+    """Others are computed meanwhile; then its blocks count as cached, and only its own tokens are computed."""
+    world = World(Rates(1000.0, pull_tokens_per_s=1e6), [10, 10], 60)
+    world.run([Came(0.0, (0,), 1, 1, pulled=(10, 0.1)), Came(0.01, (1,), 1, 1)])
+    assert world.first[1] == pytest.approx(0.01 + 0.161)
+    assert world.cached == {0: 160, 1: 0}
+    assert world.first[0] == pytest.approx(0.01 + 0.161 + 0.001)
+    world.nothing_left(2)
+
+
+def test_a_pull_is_told_at_the_rate_it_had() -> None:
+    """Waiting for the holder's step counts, as it does in the product."""
+    world = World(Rates(1000.0, pull_tokens_per_s=1e6), [100], 600)
+    world.run([Came(0.0, (0,), 1, 1, pulled=(100, 2.0))])
+    assert world.replica.pulls.tokens_per_s(2.0) < 1e4 < 1e6 == world.replica.pulls.tokens_per_s(1e6)
 
 
 def test_routers_see_the_work_as_of_the_last_step() -> None:
@@ -326,5 +347,10 @@ def test_routers_see_the_work_as_of_the_last_step() -> None:
     world.replica.submit(ReplayJob(0, 0.0, tokens, 1, 0, [], tokens // SIZE), 0.0)
     world.replica.tick(0.0)
     step_s = LEAST_STEP_TOKENS / 1000.0
-    told = [world.replica.load(part * step_s) for part in (0.0, 0.9, 1.1, 1.9)]
-    assert told == [(tokens, LEAST_STEP_TOKENS)] * 2 + [(LEAST_STEP_TOKENS, LEAST_STEP_TOKENS)] * 2
+
+    def told(now_s: float) -> tuple[float, float]:
+        world.check(now_s)
+        return world.loads.queued_tokens[0], world.loads.committed_tokens[0]
+
+    seen = [told(part * step_s) for part in (0.0, 0.9, 1.1, 1.9)]
+    assert seen == [(tokens, LEAST_STEP_TOKENS)] * 2 + [(LEAST_STEP_TOKENS, LEAST_STEP_TOKENS)] * 2

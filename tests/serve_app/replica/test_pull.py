@@ -18,7 +18,8 @@ from serve_app.replica import pull as pull_module
 from serve_app.replica.lifecycle.answers import PeerAnswers
 from serve_app.replica.lifecycle.handover import MoveMeters
 from serve_app.replica.peers import HolderLost, PulledPart, WantedPart
-from serve_app.replica.pull import Puller, PullMeters, PullRate
+from serve_app.replica.pull import Puller, PullMeters
+from serve_app.replica.pull_rate import PullRate, expected_tokens_per_s
 from serve_app.tracing import ReplicaTrace, traceparent_of
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
@@ -300,7 +301,7 @@ async def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_e
 
 def test_a_fast_replica_tries_one_copy_and_learns_that_it_is_slow() -> None:
     """The figures of an H100 with an 8B model: a rate that is never measured would keep it from copying for ever."""
-    rate, computed_per_s = PullRate(16, 16 * 131_072), 33_000
+    rate, computed_per_s = PullRate(expected_tokens_per_s(16, 16 * 131_072)), 33_000
     assert rate.tokens_per_s(0.0) > computed_per_s
     rate.observe(768, 0.67, 1.0)
     assert rate.tokens_per_s(1.0) < computed_per_s
@@ -309,7 +310,7 @@ def test_a_fast_replica_tries_one_copy_and_learns_that_it_is_slow() -> None:
 
 def test_the_rate_is_learned_and_forgotten() -> None:
     """It moves to the measured rate, and back to the expectation long after the measurement. (docs: routing)"""
-    rate = PullRate(16, 40_000_000)
+    rate = PullRate(expected_tokens_per_s(16, 40_000_000))
     expected = rate.tokens_per_s(0.0)
     assert expected == pytest.approx(2400.0)
     for second in range(20):

@@ -19,4 +19,4 @@ def test_its_example_is_recorded_traffic(tmp_path: Path) -> None:
     path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in EXAMPLE))
     workload = read_traffic([path])
     assert (workload.prompt_tokens.tolist(), workload.sizes.tolist(), workload.block_tokens) == ([37], [2], 16)
-    assert [change.replicas for change in workload.changes] == [2]
+    assert [len(change.replicas) for change in workload.changes] == [2]
