@@ -15,6 +15,7 @@ import msgspec
 import zmq
 from msgspec import structs
 
+from router.feed.socket_reader import SocketReader
 from serve_app.engine.protocol import EngineOutput, ReplyTo, TakeAtOnce, outputs_of_wire, to_wire
 
 logger = logging.getLogger(__name__)
@@ -215,37 +216,27 @@ class TokenReceiver:
     def __init__(self, host: str) -> None:
         """Bind to a random port of ``host``, in the reading loop."""
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PULL)
+        socket = self._context.socket(zmq.PULL)
         public_key, secret_key = zmq.curve_keypair()
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
-        self._socket.setsockopt(zmq.RCVHWM, MAX_WAITING_MESSAGES)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+        socket.setsockopt(zmq.RCVHWM, MAX_WAITING_MESSAGES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.LINGER, 0)
+        port = socket.bind_to_random_port(f"tcp://{host}")
         self.inbox = TokenInbox(ReplyTo(f"tcp://{host}:{port}", public_key.decode()))
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._reader = SocketReader(socket, self._take, MAX_AT_ONCE)
 
     def close(self) -> None:
         """Receive nothing more."""
-        self._loop.remove_reader(self._socket.fileno())
+        self._reader.close()
         self._context.destroy(linger=0)
 
-    def _read(self) -> None:
-        """Read the available messages. The socket signals only the first message until all were read."""
-        if self._socket.closed:
-            return
-        messages = []
-        for _ in range(MAX_AT_ONCE):
+    def _take(self, messages: Sequence[bytes]) -> None:
+        steps = []
+        for data in messages:
             try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            try:
-                messages.append(outputs_of_wire(data))
+                steps.append(outputs_of_wire(data))
             except msgspec.MsgspecError:
                 logger.exception("a message of %d bytes is not from a replica", len(data))
-        else:
-            self._loop.call_soon(self._read)
-        self.inbox.deliver(*messages)
+        self.inbox.deliver(*steps)

@@ -231,9 +231,10 @@ class Replica:
         trace: ReplicaTrace | None = None
         if self._tracer is not None and request.traceparent:
             trace = ReplicaTrace(self._tracer, request.traceparent, self._replica_id, request.prompt_tokens)
-        running = self._running.begin(
-            request, TokenStream(request.interval_s, trace.saw if trace is not None else None)
-        )
+        stream: TokenStream | None = None
+        if request.interval_s or trace is not None:
+            stream = TokenStream(request.interval_s, trace.saw if trace is not None else None)
+        running = self._running.begin(request, stream)
         ended = False
         try:
             remote_kv = self._gate.begin(request)

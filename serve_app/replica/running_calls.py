@@ -46,10 +46,13 @@ def actor_lives(name: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class RunningCall:
-    """A running request. ``sent``: number of its outputs so far, ``tokens``: of their tokens. ``end``: the call's."""
+    """A running request. ``sent``: number of its outputs so far, ``tokens``: of their tokens. ``end``: the call's.
+
+    ``stream``: what holds outputs back or looks at them, None if nothing does.
+    """
 
     request: EngineRequest
-    stream: TokenStream
+    stream: TokenStream | None
     end: asyncio.Future[EngineOutput]
     sent: int = 0
     tokens: int = 0
@@ -77,7 +80,7 @@ class RunningCalls:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def begin(self, request: EngineRequest, stream: TokenStream) -> RunningCall:
+    def begin(self, request: EngineRequest, stream: TokenStream | None = None) -> RunningCall:
         """Accept outputs of a request that is about to be submitted."""
         call = RunningCall(request, stream, asyncio.get_running_loop().create_future())
         self._calls[request.request_id] = call
@@ -143,8 +146,10 @@ class RunningCalls:
                 if end is not None and not end.done():
                     end.set_result(output.prefilled)
             call = self._calls.get(output.request_id)
-            ready = call.stream.push(output) if call is not None else None
-            if call is None or ready is None:
+            if call is None:
+                continue
+            ready = output if call.stream is None else call.stream.push(output)
+            if ready is None:
                 continue
             call.tokens += len(ready.token_ids)
             if ready.error == "failed" and self.closed:

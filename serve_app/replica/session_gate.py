@@ -57,7 +57,7 @@ class _Waiting:
 
 @dataclass(eq=False)
 class Admission:
-    """One replica's admission, for a pool of ``pool_tokens``.
+    """One replica's admission, for a pool of ``pool_tokens``. None waits while that is unknown: 0.
 
     ``pinned_tokens``: returns the tokens kept by saves.
     """
@@ -82,7 +82,8 @@ class Admission:
         """
         now_s = self.clock()
         session.serve(needed_tokens, now_s)
-        if not self.wait_s or needed_tokens * SMALL_PART <= self.pool_tokens or 2 * needed_tokens <= session.tokens:
+        known = self.wait_s and self.pool_tokens
+        if not known or needed_tokens * SMALL_PART <= self.pool_tokens or 2 * needed_tokens <= session.tokens:
             return False
         self.sessions.set_waiting(session, waits=True)
         if not self._waiting:
@@ -225,6 +226,8 @@ def _why(needed_tokens: int, live_tokens: int, room_tokens: int | None = None) -
 
 
 EXPIRE_EVERY_S = 60.0
+LOOK_S = 10.0
+"""How often to ask for the pool of a server of others: it is unknown at first, and may be another's later."""
 
 
 class SessionGate:
@@ -235,12 +238,12 @@ class SessionGate:
         self._engine = engine
         self._config = config
         self._clock = clock
-        host_blocks = config.host_cache_bytes // max(1, engine.kv_block_bytes)
+        self._look_s = math.inf
         self._admission = Admission(
             self.sessions,
-            # A context in host memory loads in a moment, so both sizes count.
-            int(replica_figures(engine, 0, config).pool_tokens) + host_blocks * config.block_size,
-            pinned_tokens=lambda: int(replica_figures(engine, 0, config).pinned_tokens),
+            self._pool_tokens(),
+            # Figures are all of the engine's, which takes as long as all else here.
+            pinned_tokens=lambda: int(replica_figures(engine, 0, config).pinned_tokens) if config.pin_budget else 0,
             clock=clock,
             wait_s=config.session_wait_s,
             shares=Shares(config.cache_shares),
@@ -248,8 +251,18 @@ class SessionGate:
         self._tickets: dict[str, RemoteKv] = {}
         self._changed = asyncio.Event()
 
+    def _pool_tokens(self) -> int:
+        """Return the tokens that the engine can hold. A context in host memory loads in a moment, so both count."""
+        config = self._config
+        if config.engine_traits.external:
+            self._look_s = self._clock() + LOOK_S
+        host_blocks = config.host_cache_bytes // max(1, self._engine.kv_block_bytes)
+        return int(replica_figures(self._engine, 0, config).pool_tokens) + host_blocks * config.block_size
+
     def begin(self, request: EngineRequest) -> RemoteKv | None:
         """Note a request; return the KV to wait for, or None."""
+        if self._clock() >= self._look_s:
+            self._admission.pool_tokens = self._pool_tokens()
         chain, prompt_tokens, size = request.block_hashes, len(request.token_ids), self._config.block_size
         if not chain or not request.store_kv or not request.reads_kv:  # its KV does not outlive it, or is not read
             return None

@@ -1,9 +1,10 @@
 """vLLM behind the engine's contract, and its tokens beside the built-in engine's. One vLLM serves all tests."""
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -416,3 +417,35 @@ def test_a_dead_core_fails_requests_at_once_and_is_seen(both: Both) -> None:
     _, alive = psutil.wait_procs(ours, timeout=60)
     assert alive == []
     assert not directory.exists()
+
+
+MOST_CALLS = 20.0
+"""Of Python's functions a token, between vLLM's core and the replica: three, and a step's 115. It was 91."""
+
+
+def test_a_token_takes_few_calls(both: Both) -> None:
+    """In the middle of answers, eight in each step: the difference of two lengths."""
+    counts = [_calls(both, tokens) / 8 for tokens in (20, 20, 120)]
+    taken = (counts[2] - counts[1]) / 100
+    assert 1.0 < taken <= MOST_CALLS
+
+
+def _calls(both: Both, tokens: int) -> int:
+    """Return the calls in the thread of vLLM's frontend while it answers eight requests."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    async def watch(by: Any) -> None:
+        sys.setprofile(by)
+
+    asked = [request(f"calls {tokens} {number}", both.prompt(40, number), tokens) for number in range(8)]
+    both.vllm._frontend.call(watch(count)).result()
+    try:
+        done = run_all(both.vllm, asked).tokens
+    finally:
+        both.vllm._frontend.call(watch(None)).result()
+    assert [len(ids) for ids in done.values()] == [tokens] * 8
+    return calls

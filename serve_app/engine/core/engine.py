@@ -220,7 +220,7 @@ class TorchEngine:
             for item in chosen:
                 if item.admitted:
                     self._outputs.admitted(item.sequence, started)
-                if item.sequence.prefilling:
+                if item.sequence.computed < item.sequence.prefill_tokens:
                     fresh, again = item.sequence.split_prefill(item.tokens)
                     prefill_tokens += item.tokens
                     prompt_tokens += fresh

@@ -67,7 +67,7 @@ class LoadReporter:
         self._work.clear()
         self.running, self.waiting = len(scheduler.running), len(scheduler.waiting) + len(self._arrived)
         for sequence in scheduler.running:
-            if sequence.prefilling:
+            if sequence.computed < sequence.prefill_tokens:
                 self._add(sequence, scheduler.rank(sequence), waits=False)
         for sequence in (*scheduler.waiting, *self._arrived.values()):
             self._add(sequence, _LAST, waits=True)
@@ -136,7 +136,7 @@ class LoadReporter:
         if self.tenants <= 1:  # there are no turns
             return
         running = self._scheduler.running
-        decodes = Counter(sequence.request.tenant for sequence in running if not sequence.prefilling)
+        decodes = Counter([each.request.tenant for each in running if each.computed >= each.prefill_tokens])
         self._turns = self._scheduler.fair_queue.coming({work.tenant for work in self._work.values()}, decodes)
 
     def _queued_before_others(self) -> int:

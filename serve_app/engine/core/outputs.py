@@ -168,7 +168,7 @@ class OutputProcessor:
             sequence.reported_logprobs += len(segment.prompt_logprobs)
             for part in prompt_outputs(sequence.request.request_id, segment.prompt_logprobs):
                 self.outbox.add(sequence.sink, part)
-        if sequence.prefilling:
+        if sequence.computed < sequence.prefill_tokens:
             return
         logprobs = (segment.logprob,) if tokens and segment.logprob is not None else ()
         output = EngineOutput(sequence.request.request_id, tokens, logprobs)

@@ -57,8 +57,8 @@ class SimulatedRunner:
 
     def execute(self, segments: Sequence[Segment]) -> None:
         """Sleep for the step's simulated duration and add deterministic pseudo-random tokens."""
-        decodes = sum(1 for segment in segments if segment.start > 0 and len(segment.token_ids) == 1)
-        tokens = sum(len(segment.token_ids) for segment in segments)
+        decodes = sum([segment.start > 0 and len(segment.token_ids) == 1 for segment in segments])
+        tokens = sum([len(segment.token_ids) for segment in segments])
         self._sleep(self.cost.step_s(tokens - decodes, decodes))
         for segment in segments:
             segment.token = self._token(segment) if segment.sampling else None
@@ -74,7 +74,7 @@ class SimulatedRunner:
         sampling = segment.sampling
         assert sampling is not None
         seed = sampling.seed * self.vocab_size + int(segment.token_ids[-1])
-        token = int(position_uniform(seed, segment.end) * self.vocab_size)
+        token = int(position_uniform(seed, segment.start + len(segment.token_ids)) * self.vocab_size)
         while token in sampling.stop_token_ids:
             token = (token + 1) % self.vocab_size
         return token

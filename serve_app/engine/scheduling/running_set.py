@@ -133,7 +133,7 @@ class RunningSet:
         """Give every decode a block for its token, in arrival order; return the preempted sequences."""
         running, size = self.sequences, self._cache.block_size
         preempted: list[SequenceState] = []
-        growing = [s for s in running.values() if not s.prefilling and s.computed >= size * len(s.blocks)]
+        growing = [s for s in running.values() if s.prefill_tokens <= s.computed >= size * len(s.blocks)]
         for sequence in sorted(growing, key=lambda s: s.number):
             while sequence.request.request_id in running and not self._grow(sequence):
                 victim = choose_victim(sequence, running.values(), self._cache.quota.over_share)

@@ -188,7 +188,7 @@ class Scheduler:
         prefilling: list[SequenceState] = []
         decoding: list[SequenceState] = []
         for sequence in self.running:
-            (prefilling if sequence.prefilling else decoding).append(sequence)
+            (prefilling if sequence.computed < sequence.prefill_tokens else decoding).append(sequence)
         decoding = self._in_turns(decoding, prefilling, pace)
         chosen = [Scheduled(sequence, 1) for sequence in decoding[:budget]]
         budget -= len(chosen)
@@ -204,9 +204,12 @@ class Scheduler:
     def computed(self, item: Scheduled) -> None:
         """Note that an item's forward succeeded: its complete blocks are reusable."""
         sequence = item.sequence
+        prefilling = sequence.computed < sequence.prefill_tokens
         sequence.computed += item.tokens
-        sequence.publish(self._cache)
-        self._running.resolve(sequence, sequence.computed)
+        if sequence.computed >= self._cache.block_size * (sequence.published + 1):
+            sequence.publish(self._cache)
+        if prefilling:
+            self._running.resolve(sequence, sequence.computed)
 
     def _in_turns(
         self, decoding: list[SequenceState], prefilling: list[SequenceState], pace: StepPace
@@ -283,7 +286,7 @@ class Scheduler:
             these = yielding if self._yields(sequence) else lines
             these.setdefault(sequence.request.tenant, deque()).append(sequence)
         lines = {tenant: self._in_order(line) for tenant, line in lines.items()}
-        decodes = Counter(item.sequence.request.tenant for item in chosen)
+        decodes = Counter([item.sequence.request.tenant for item in chosen])
         self.fair_queue.begin(lines, decodes, self.pending.awaited_tenants())
         left = self._heavy_budgets(pace, lines, decodes)
         self._stopped.clear()

@@ -31,6 +31,7 @@ class SequenceState:
     =================== ========= ================ ==========================================================
     name                unit      written by       meaning
     =================== ========= ================ ==========================================================
+    prompt_tokens       tokens    -                length of the prompt
     length              tokens    append_token     prompt and generated tokens
     prefill_tokens      tokens    preempt          to compute before the next token can be sampled: the prompt,
                                                    and after a preemption also the tokens generated before it
@@ -71,6 +72,7 @@ class SequenceState:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     turn_s: float = field(init=False)
+    prompt_tokens: int = field(init=False)
     length: int = field(init=False)
     prefill_tokens: int = field(init=False)
     _tokens: TokenArray = field(init=False)
@@ -87,13 +89,8 @@ class SequenceState:
         if self.request.hashed_ids is not None:
             self._identity = self._tokens.copy()
             self._identity[: len(prompt)] = self.request.hashed_ids
-        self.length = self.prefill_tokens = len(prompt)
+        self.length = self.prefill_tokens = self.prompt_tokens = len(prompt)
         self.turn_s = self.arrival_s
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.token_ids)
 
     @property
     def generated_tokens(self) -> int:
@@ -112,7 +109,10 @@ class SequenceState:
 
     @property
     def prefilling(self) -> bool:
-        """Whether tokens remain to be computed before the next one can be sampled."""
+        """Whether tokens remain to be computed before the next one can be sampled.
+
+        Loops over all sequences of a step compare by themselves: a call a token is what they cost.
+        """
         return self.computed < self.prefill_tokens
 
     @property
@@ -164,7 +164,7 @@ class SequenceState:
             token_ids=self._tokens[self.computed : end],
             start=self.computed,
             blocks=self.blocks,
-            runs=self._current_runs(),
+            runs=self._runs if self._runs_cover == len(self.blocks) else self._current_runs(),
             sampling=self.request.sampling if samples else None,
             lora=self.request.scope.lora,
             history=self._history() if samples and ruled else None,
@@ -180,7 +180,7 @@ class SequenceState:
             return "stop"
         self._tokens[self.length] = self._identity[self.length] = token
         self.length += 1
-        return "length" if self.generated_tokens >= sampling.max_tokens else None
+        return "length" if self.length - self.prompt_tokens >= sampling.max_tokens else None
 
     def publish(self, cache: PrefixCache) -> None:
         """Index all complete blocks computed so far, generated ones too, unless the request stores nothing."""

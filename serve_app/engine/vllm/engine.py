@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -249,6 +249,7 @@ class VllmEngine(OutsideEngine):
             salt_of(request.root),
             live.params,
             lora,
+            at_once=partial(self._take_at_once, live),
         )
         left_s = live.arrival_s + request.timeout_s - time.monotonic()
         async with asyncio.timeout(None if left_s == math.inf else left_s), aclosing(parts):
@@ -276,6 +277,14 @@ class VllmEngine(OutsideEngine):
         # A dead core fails all its requests. Other replicas can go on with them, until this one is replaced.
         kind: ErrorKind = "unavailable" if self._frontend.errored else "failed"
         return kind, f"vLLM failed: {type(error).__name__}" if error else "vLLM ended it"
+
+    def _take_at_once(self, live: LiveRequest, token_ids: Sequence[int]) -> bool:
+        """Pass on tokens from the middle of an answer. Until the first part is read, all wait for it."""
+        if not live.begun or live.ended:
+            return False
+        self._meters.generation_tokens += len(token_ids)
+        self._outbox.add(live.sink, EngineOutput(live.request.request_id, tuple(token_ids)))
+        return True
 
     def _take(self, live: LiveRequest, part: Generated) -> None:
         request, sampling = live.request, live.request.sampling

@@ -8,11 +8,14 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
+
+import uvloop
 
 from serve_app.config.engine import VLLM_MISSING, Capability
 from serve_app.engine.protocol import TokenLogprob
@@ -24,6 +27,9 @@ from serve_app.engine.vllm.scheduling.pace import StepClock
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
 
 T = TypeVar("T")
+
+TakeTokens = Callable[[Sequence[int]], bool]
+"""Offered the tokens of a request's step while all before them are read; returns whether it took them."""
 
 OnStep = Callable[[int, float, int, float, tuple[float, float]], None]
 """(running sequences after a step, part of the pool in use, prompt tokens computed, duration in seconds, loads from
@@ -77,12 +83,13 @@ class VllmFrontend:
         self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep, drafts: Counter[str]
     ) -> None:
         """Start vLLM, in half a minute or more. Raises RuntimeError if it is missing, and vLLM's own errors."""
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self._clock = StepClock()
         self._logger = _logger_of(on_step, drafts, self._clock)
         self._thread = threading.Thread(target=self.loop.run_forever, name="vllm-frontend", daemon=True)
         self._thread.start()
         self.llm: Any = None
+        self._takers: dict[str, TakeTokens] = {}
         self.settings, self.off = settings, dict[Capability, str]()
         try:
             self.facts: ModelFacts = self.call(self._open(settings, endpoints)).result()
@@ -115,21 +122,34 @@ class VllmFrontend:
         sampling: Mapping[str, Any],
         lora: Any,
         priority: int = 0,
+        at_once: TakeTokens | None = None,
     ) -> AsyncGenerator[Generated, None]:
         """Yield a request's output; cancelling it aborts the request. Raises vLLM's own errors.
 
         ``sampling``: fields of vLLM's ``SamplingParams``; ``lora``: the result of ``add_lora``, or None.
-        ``priority``: the lowest goes first.
+        ``priority``: the lowest goes first. ``at_once``: tokens that it takes are not yielded; it must not raise.
         """
-        from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA, skip_clone=True)  # nobody else's
         prompt = tokens_input(token_ids, cache_salt=salt)
         self._clock.arrived(time.monotonic())
-        async for output in self.llm.generate(prompt, params, request_id, lora_request=lora, priority=priority):
-            yield _generated(output, params, token_ids)
+        with self._taking(request_id, at_once):
+            async for output in self.llm.generate(prompt, params, request_id, lora_request=lora, priority=priority):
+                yield _generated(output, params, token_ids)
+
+    @contextmanager
+    def _taking(self, request_id: str, at_once: TakeTokens | None) -> Iterator[None]:
+        """Offer a request's tokens to ``at_once`` within the block."""
+        if at_once is None:
+            yield
+            return
+        self._takers[request_id] = at_once
+        try:
+            yield
+        finally:
+            del self._takers[request_id]
 
     async def add_lora(self, name: str, number: int, path: str) -> Any:
         """Load an adapter; return it for ``generate``. Raises vLLM's own errors, or ValueError."""
@@ -175,6 +195,7 @@ class VllmFrontend:
         if settings.num_blocks is not None:  # vLLM then lowers the length to what fits, in all groups of layers
             vllm_config.model_config.original_max_model_len = -1
         self.llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._logger], disable_log_stats=True)
+        _take_short_way(self.llm.output_processor, self._takers)
         kinds = (await self.llm.collective_rpc("begin_sampling", args=(settings.exact,)))[0]
         config = self.llm.vllm_config
         size = config.cache_config.block_size
@@ -187,6 +208,33 @@ class VllmFrontend:
             (each, blocks if window is None else ceil_div(window + ahead, each) + 1) for each, window in kinds
         )
         return ModelFacts(model.get_vocab_size(), model.max_model_len, blocks - 1, tokens / blocks, groups)
+
+
+def _take_short_way(processor: Any, takers: Mapping[str, TakeTokens]) -> None:
+    """Let vLLM's output processor offer tokens to ``takers``, by the names of requests, before it works on them.
+
+    What it does for each, text, statistics, an output and its reader's task, costs several times all of ours, and we
+    need only the ids of tokens in the middle of an answer. One that names things otherwise goes its own way.
+    """
+    kind = type(processor)
+
+    class ShortWay(kind):  # type: ignore[misc, valid-type]
+        def process_outputs(self, outputs: Sequence[Any], *others: Any, **more: Any) -> Any:
+            return super().process_outputs([one for one in outputs if not self._took(one)], *others, **more)
+
+        def _took(self, one: Any) -> bool:
+            try:
+                state = self.request_states.get(one.request_id)
+                if state is None or state.is_prefilling or state.queue.output is not None:
+                    return False
+                if one.finish_reason is not None or one.new_logprobs is not None or one.events or one.prefill_stats:
+                    return False
+                take = takers.get(state.external_req_id)
+            except AttributeError:
+                return False
+            return take is not None and take(one.new_token_ids)
+
+    processor.__class__ = ShortWay
 
 
 def _generated(output: Any, params: Any, prompt: list[int]) -> Generated:
@@ -231,12 +279,15 @@ def _loads(stats: Mapping[str, Any] | None) -> tuple[float, float]:
 
 
 def _logger_of(on_step: OnStep, drafts: Counter[str], clock: StepClock) -> Callable[[Any, int], Any]:
-    from vllm.v1.metrics.loggers import StatLoggerBase
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    class StepLogger(StatLoggerBase):  # type: ignore[misc]
-        """Passes on the figures of a step."""
+    class StepLogger(PrometheusStatLogger):  # type: ignore[misc]
+        """Passes on the figures of a step.
 
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        It stands for vLLM's own metrics, which nobody reads here: without one of their kind, vLLM counts them beside.
+        """
+
+        def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
             self._ahead = bool(vllm_config.scheduler_config.async_scheduling)
 
         def record(self, scheduler_stats: Any, *others: Any, **more: Any) -> None:
@@ -257,7 +308,9 @@ def _logger_of(on_step: OnStep, drafts: Counter[str], clock: StepClock) -> Calla
                 drafts["warmpath_spec_decode_num_draft_tokens_total"] += verified.num_draft_tokens
                 drafts["warmpath_spec_decode_num_accepted_tokens_total"] += verified.num_accepted_tokens
 
-        def log_engine_initialized(self) -> None:
+        def _nothing(self, *_: Any) -> None:
             """Log nothing."""
+
+        log_engine_initialized = record_sleep_state = record_admission_rejection = log = _nothing
 
     return StepLogger

@@ -58,10 +58,11 @@ class SchedulerProbe:
 
     ``window``: also of layers with a window of so many tokens, beside those with full attention. ``drafting``: vLLM's
     ``speculative_config``, as its object. No token is drafted. ``host``: the blocks of host memory below the pool; a
-    copy to it ends a step later.
+    copy to it ends a step later. ``places``: of running requests, with steps and a pool that hold them.
     """
 
-    def __init__(self, *on: Capability, window: int = 0, drafting: Any = None, host: int = 0) -> None:
+    def __init__(self, *on: Capability, window: int = 0, drafting: Any = None, host: int = 0, places: int = 8) -> None:
+        blocks = max(BLOCKS, 3 * places)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(SIZE, sha256)
         config = VllmConfig(
@@ -69,8 +70,8 @@ class SchedulerProbe:
             scheduler_config=SchedulerConfig(
                 max_model_len=_LONGEST,
                 is_encoder_decoder=False,
-                max_num_seqs=8,
-                max_num_batched_tokens=STEP,
+                max_num_seqs=places,
+                max_num_batched_tokens=max(STEP, places),
                 policy="priority",
             ),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
@@ -83,7 +84,7 @@ class SchedulerProbe:
             size = {"cpu_bytes_to_use": host * CPUOffloadingSpec.BLOCK_SIZE_ALIGNMENT}
             config.kv_transfer_config = KVTransferConfig(engine_id="probe", **offloading_connector(1, size))
         self._storing: dict[int, Any] = {}
-        config.cache_config.num_gpu_blocks = BLOCKS
+        config.cache_config.num_gpu_blocks = blocks
         config.model_config = _Model(
             max_model_len=_LONGEST,
             runner_type="generate",
@@ -96,11 +97,11 @@ class SchedulerProbe:
         groups = [KVCacheGroupSpec(["l"], FullAttentionSpec(**sizes))]
         if window:
             groups.insert(0, KVCacheGroupSpec(["w"], SlidingWindowSpec(**sizes, sliding_window=window)))
-        pool = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        pool = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         grammars = StructuredOutputManager(config)
         self.scheduler = TenantScheduler(config, pool, grammars, block_size=SIZE, hash_block_size=SIZE)
         self.scheduler.kv_event_publisher = SimpleNamespace(publish=self._hear)
-        self.pool = FollowedPool(SIZE, BLOCKS)
+        self.pool = FollowedPool(SIZE, blocks)
         self._names = count()
 
     def ask(

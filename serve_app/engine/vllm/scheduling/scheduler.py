@@ -61,7 +61,9 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             self._pool_queue = TenantFreeQueue(pool.free_block_queue.get_all_free_blocks(), pool.num_gpu_blocks)
             pool.free_block_queue = self._pool_queue
             self._shares = self._pool_queue.shares
-            manager.allocate_slots = partial(self._allocate, manager.allocate_slots)
+        self._allocates = {False: manager.allocate_slots, True: partial(self._allocate, manager.allocate_slots)}
+        self._tenants: set[str] = set()
+        """Those of the requests here, and of some that have ended."""
         self._blocks = None
         if not self._off >= {"public_prompts", "store_kv"}:
             self._blocks = ScopedBlocks(pool, self._pool_queue)
@@ -78,6 +80,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         self._ranked = False
         self._yielding: set[str] = set()
         """Requests that yield, and may have ended since the last step."""
+        self._telling: set[str] = set()
+        """The same of requests that ask for the log-probabilities of their prompts."""
         self._all_drafts = self.use_v2_model_runner or self.vllm_config.additional_config.get(CONFIG_EXACT)
         self._undrafted: WeakSet[Any] = WeakSet()
 
@@ -88,6 +92,9 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             self._shares.set_weights(weights)
             for shares in HOST_SHARES:
                 shares.set_weights(weights)
+        self._tenants.add(tenant)
+        if tells_prompt(request):
+            self._telling.add(request.request_id)
         if tenant:
             self._shares.touch(tenant)
         if turns is not None and weights is not None:
@@ -114,6 +121,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
     def schedule(self, *arguments: Any, **named: Any) -> Any:
         """Return vLLM's next step; competing tenants get the tokens and starts of their turns, what yields the rest."""
         if self._turns is None:
+            self._choose_ways()
             return self._resumed(super().schedule(*arguments, **named))
         self._step_clock.arrived(self._clock())
         self._under_way += 1
@@ -132,11 +140,24 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         if contested or self._ranked:
             self._ranked = contested
             self._rank()
+        self._choose_ways()
         try:
             return self._resumed(super().schedule(*arguments, **named))
         finally:
             self._plan = Plan()
             self.waiting.chosen = None
+
+    def _choose_ways(self) -> None:
+        """Let a step go vLLM's own way wherever ours would do nothing more for any of its requests."""
+        if len(self._tenants) > 1 and not self._ranked:
+            self._tenants = set(map(tenant_of, self.requests.values()))
+        if self._pool_queue is not None:
+            several = len(self._tenants) > 1
+            self.kv_cache_manager.allocate_slots = self._allocates[several]
+            self._pool_queue.taker = "" if several else next(iter(self._tenants), "")
+        self._telling &= self.requests.keys()
+        bounded = self._plan.limits or self._telling
+        self._reserve_prefill_lookahead = self._bounded if bounded else super()._reserve_prefill_lookahead
 
     def _resumed(self, step: Any) -> Any:
         """Return a step in which interrupted answers that start go on."""
@@ -171,6 +192,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         self._under_way -= 1
         took_s = self._step_clock.step_s(self._clock(), self._under_way)
         prompt_tokens = answers = 0
+        if max(scheduled.values(), default=0) <= 1 + self.num_spec_tokens:  # answers, and last tokens of cached prompts
+            answers, scheduled = len(scheduled), {}
         for name, tokens in scheduled.items():
             request = self.requests.get(name)
             # Answers that begin again, after a preemption or elsewhere, are computed like prompts.
@@ -178,7 +201,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
                 prompt_tokens += tokens
             else:
                 answers += 1
-        if scheduled:
+        if prompt_tokens or answers:
             self._pace.stepped(prompt_tokens, took_s, answers=answers > 0)
 
     def reset_prefix_cache(self, *arguments: Any, **named: Any) -> bool:
@@ -188,8 +211,11 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             self._pool_queue.forget()
         return done
 
-    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return how many tokens of a request the step computes: vLLM calls this right before it allocates blocks."""
+    def _bounded(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Return how many tokens of a request the step computes, as vLLM's ``_reserve_prefill_lookahead``.
+
+        vLLM calls that right before it allocates blocks.
+        """
         most = self._plan.limits.get(request.request_id, num_new_tokens)
         if tells_prompt(request):  # vLLM makes logits of all these tokens at once
             most = min(most, max(LEAST_ROWS, self.max_num_running_reqs))
