@@ -97,7 +97,7 @@ class Session:
         """Return the number of leading blocks that a chain shares with the last prompt, or 0 for another session."""
         if self.running or (name and self.name and name != self.name):
             return 0
-        return next((at // HASH_BYTES + 1 for at, block_hash in self.marks if _has(chain, at, block_hash)), 0)
+        return next((at // HASH_BYTES + 1 for at, block_hash in self.marks if chain.startswith(block_hash, at)), 0)
 
     def mark(self, chain: bytes) -> None:
         """Record a prompt's chain as the last one."""
@@ -105,10 +105,6 @@ class Session:
         before = [1, *(1 + (1 << power) for power in range(blocks.bit_length()))]
         starts = [(blocks - back) * HASH_BYTES for back in before if back <= min(blocks, 1 + blocks // 10)]
         self.marks = tuple((at, chain[at : at + HASH_BYTES]) for at in starts)
-
-
-def _has(chain: bytes, at: int, block_hash: bytes) -> bool:
-    return chain[at : at + HASH_BYTES] == block_hash
 
 
 @dataclass(slots=True)
@@ -130,7 +126,7 @@ class _Tenant:
     def find(self, chain: bytes, name: str) -> tuple[int, Session | None]:
         """Return the session that a prompt continues, None for a new one, and the number of their common blocks."""
         # One comparison for each session excludes nearly all of them.
-        near = [other for other in self.sessions for mark in other.marks[-1:] if _has(chain, *mark)]
+        near = [one for one in self.sessions for at, block_hash in one.marks[-1:] if chain.startswith(block_hash, at)]
         matches = [(other.common_blocks(chain, name), other) for other in near]
         common, session = max(matches, key=lambda pair: pair[0], default=(0, None))
         return common, session if common else None

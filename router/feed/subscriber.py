@@ -1,23 +1,23 @@
 """The router's end of the feeds: follows any number of replicas from one asyncio loop.
 
 It owns a SUB and a DEALER socket for each replica, and passes events to ``deliver`` in order. A slow, dead or hostile
-feed delays no other: no call blocks, queues and messages are bounded, and the loop may switch to other tasks after
-every large message.
+feed delays no other: no call blocks, queues and messages are bounded, and the loop switches to others after every large
+message.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 
 import zmq
-import zmq.asyncio
 
 from router.background import run_in_background
 from router.feed.sequencing import MAX_MESSAGE_BYTES, FeedCounters, FeedEndpoint, FeedResequencer
+from router.feed.socket_reader import SocketReader
 from router.protocol.events import Event
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,8 @@ class _Feed:
     replica_id: str
     endpoint: FeedEndpoint
     resequencer: FeedResequencer
-    sub: zmq.asyncio.Socket
-    dealer: zmq.asyncio.Socket
-    tasks: tuple[asyncio.Task[None], ...] = ()
+    deltas: SocketReader
+    chunks: SocketReader
 
 
 class FeedSubscriber:
@@ -48,7 +47,7 @@ class FeedSubscriber:
         self._deliver = deliver
         self._counters = counters
         self._rng = Random()  # noqa: S311 (nonces only tell answers apart)
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._public_key, self._secret_key = zmq.curve_keypair()
         self._feeds: dict[str, _Feed] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -98,11 +97,11 @@ class FeedSubscriber:
             raise
 
         resequencer = FeedResequencer(partial(self._deliver, replica_id), self._counters, self._rng, time.monotonic())
-        feed = self._feeds[replica_id] = _Feed(replica_id, endpoint, resequencer, sub, dealer)
-        feed.tasks = (
-            run_in_background(partial(self._read, feed, sub, resequencer.on_delta)),
-            run_in_background(partial(self._read, feed, dealer, resequencer.on_chunk)),
+        deltas, chunks = (
+            SocketReader(made, partial(self._take, replica_id, take), _SMALL_MESSAGES_A_TURN, _LARGE_BYTES)
+            for made, take in ((sub, resequencer.on_delta), (dealer, resequencer.on_chunk))
         )
+        self._feeds[replica_id] = _Feed(replica_id, endpoint, resequencer, deltas, chunks)
         if self._ticker is None or self._ticker.done():
             self._ticker = run_in_background(self._tick)
 
@@ -111,36 +110,27 @@ class FeedSubscriber:
         feed = self._feeds.pop(replica_id, None)
         if feed is None:
             return
-        for task in feed.tasks:
-            task.cancel()
-        feed.sub.close(0)
-        feed.dealer.close(0)
+        feed.deltas.close()
+        feed.chunks.close()
 
     async def close(self) -> None:
         """Stop following all replicas and free the sockets."""
-        tasks = [task for feed in self._feeds.values() for task in feed.tasks]
         for replica_id in list(self._feeds):
             self.disconnect(replica_id)
         if self._ticker is not None:
             self._ticker.cancel()
-            tasks.append(self._ticker)
-        await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(self._ticker, return_exceptions=True)
         self._context.destroy(linger=0)
 
-    async def _read(self, feed: _Feed, source: zmq.asyncio.Socket, take: Callable[[bytes, float], None]) -> None:
-        small = 0
-        while True:
-            data = await source.recv()
-            assert isinstance(data, bytes)
+    def _take(self, replica_id: str, take: Callable[[bytes, float], None], messages: Sequence[bytes]) -> None:
+        for data in messages:
+            if replica_id not in self._feeds:  # one before it ended this
+                return
             try:
                 take(data, time.monotonic())
             except Exception:
                 self._counters.malformed += 1
-                logger.exception("a message of the feed of %s could not be applied", feed.replica_id)
-            small += 1
-            if len(data) > _LARGE_BYTES or small >= _SMALL_MESSAGES_A_TURN:
-                small = 0
-                await asyncio.sleep(0)  # recv never yields while messages wait, so let other tasks run
+                logger.exception("a message of the feed of %s could not be applied", replica_id)
 
     async def _tick(self) -> None:
         """Request the snapshots that are due, for all feeds in turn."""
@@ -150,14 +140,14 @@ class FeedSubscriber:
                 try:
                     nonce = feed.resequencer.poll(now_s)
                     if nonce is not None:
-                        await self._ask(feed, nonce)
+                        self._ask(feed, nonce)
                 except Exception:  # the other feeds' turns come all the same
                     logger.exception("the feed of %s is not asked for a snapshot", feed.replica_id)
             await asyncio.sleep(_TICK_S)
 
-    async def _ask(self, feed: _Feed, nonce: bytes) -> None:
+    def _ask(self, feed: _Feed, nonce: bytes) -> None:
         try:
-            await feed.dealer.send(nonce, zmq.NOBLOCK)
+            feed.chunks.send(nonce)
         except zmq.Again:
             feed.resequencer.request_unsent()  # not connected (yet): retry after the backoff
         except zmq.ZMQError:

@@ -209,8 +209,10 @@ class Aborts:
 
 REPLACED = "The model is being replaced by another one of this name; send the request again."
 
-MAX_ATTEMPTS = 4
-"""Losses of one generation before it fails: more replicas that die at once are an outage."""
+MAX_ATTEMPTS, AT_ONCE_S = 4, 60.0
+"""Losses of one generation within this time before it fails: more replicas that die at once are an outage."""
+MOST_LOSSES = 10
+"""In all: a request that kills its replicas, one after another, must not kill them for as long as it may take."""
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Range of the pauses before a generation is sent again while all queues are full or no replica exists."""
@@ -232,7 +234,7 @@ class _Progress:
     logprobs: int = 0
     had: int = 0
     repeated: int = 0
-    losses: int = 0
+    lost_at_s: list[float] = field(default_factory=list)
     refusals: int = 0
     moves: int = 0
     rerouted: int = 0
@@ -243,7 +245,7 @@ class _Progress:
         self.had, self.repeated = len(self.received), self.logprobs
         return structs.replace(
             _resumed(generation, self.received, block_size) if self.received else generation,
-            request_id=f"{generation.request_id}.{self.losses + self.refusals + self.moves + self.rerouted}",
+            request_id=f"{generation.request_id}.{len(self.lost_at_s) + self.refusals + self.moves + self.rerouted}",
             avoid=self.avoid, dead=self.dead, rerouted=self.rerouted,
         )  # fmt: skip
 
@@ -274,8 +276,14 @@ class _Progress:
         if isinstance(error, ReplicaLeaves) and len(received) > self.had:
             self.moves += 1
         else:
-            self.losses += 1
+            self.lost_at_s.append(time.perf_counter())
         return None
+
+    def hopeless(self) -> bool:
+        """Return whether too many replicas were lost."""
+        lost_at_s = self.lost_at_s
+        many = len(lost_at_s) >= MAX_ATTEMPTS and lost_at_s[-1] - lost_at_s[-MAX_ATTEMPTS] < AT_ONCE_S
+        return many or len(lost_at_s) >= MOST_LOSSES
 
 
 @dataclass(eq=False)
@@ -329,7 +337,7 @@ class Dispatcher:
             progress.received.extend(output.token_ids)
             return True
 
-        while progress.losses < MAX_ATTEMPTS:
+        while not progress.hopeless():
             attempt = progress.attempt(self.block_size)
             reservation = Reservation(self.core, self.decisions, attempt)
             try:
@@ -352,7 +360,7 @@ class Dispatcher:
                 if last is not None:
                     yield last
                     return
-                if progress.losses < MAX_ATTEMPTS:
+                if not progress.hopeless():
                     self.count_retry(bool(progress.received))
         raise Overloaded(
             "Every replica that was given this request went away; send it again.",

@@ -20,6 +20,7 @@ from typing import Any
 
 from serve_app.api.openai.response import openai_error
 from serve_app.errors import LimitReason, RateLimited, RequestTimeout, RequestTooLarge, WarmpathError
+from serve_app.ingress.local_socket import SOCKETS, socket_of
 
 HEADER_TIMEOUT_S = 10.0
 """For the headers of a request; uvicorn's own timer (Ray's `keep_alive_timeout_s`) ends connections between two."""
@@ -195,13 +196,15 @@ def listeners_of(send: Any) -> list[ListeningSocket]:
         return []
     with suppress(AttributeError):
         protocol = send.__self__.transport.get_protocol()
-        port = protocol.transport.get_extra_info("sockname")[1]
+        name = protocol.transport.get_extra_info("sockname")
+        port = int(Path(name).stem) if isinstance(name, str) else name[1]
         return [ListeningSocket(protocol, descriptor) for descriptor in _listening(port)]
     return []
 
 
 def _listening(port: int) -> Iterator[int]:
-    """Yield the descriptors of this process that listen on a port."""
+    """Yield the descriptors of this process that listen on a port, or on the socket beside it."""
+    beside = str(socket_of(os.environ.get(SOCKETS, ""), port))
     for file in Path("/dev/fd").iterdir():
         descriptor = int(file.name)
         with suppress(OSError):
@@ -209,7 +212,8 @@ def _listening(port: int) -> Iterator[int]:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as copy:
                 listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if listens and copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port:
+                inet = copy.family in (socket.AF_INET, socket.AF_INET6)
+                if listens and (copy.getsockname()[1] == port if inet else copy.getsockname() == beside):
                     yield descriptor
 
 

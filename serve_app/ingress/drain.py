@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 
-from serve_app.errors import GenerationFailed, Overloaded
+from serve_app.errors import GenerationFailed, Overloaded, WarmpathError
 
 LAST_EVENT_S = 2.0
 """The time for a client to receive the last event of a stream after its deadline."""
@@ -71,20 +72,40 @@ class Deadline:
     at_s: float
     timeout_s: float
 
-    @asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
-        """End the block at the deadline, or when the ingress stops, with a WarmpathError."""
-        drain = self.drain
+    def limit(self) -> "Limit":
+        """Return a context: its block ends at the deadline, or when the ingress stops, with a WarmpathError."""
+        return Limit(self)
+
+
+class Limit:
+    """``Deadline.limit``. No generator: each request has several."""
+
+    __slots__ = ("_deadline", "_timeout")
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+
+    async def __aenter__(self) -> None:
+        deadline = self._deadline
+        left_s = 0 if deadline.drain.over else deadline.at_s - time.perf_counter()
+        self._timeout = asyncio.timeout(left_s)
+        await self._timeout.__aenter__()
+        deadline.drain.limits.add(self._timeout)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._deadline.drain.limits.discard(self._timeout)
         try:
-            async with asyncio.timeout(0 if drain.over else self.at_s - time.perf_counter()) as limit:
-                drain.limits.add(limit)
-                try:
-                    yield
-                finally:
-                    drain.limits.discard(limit)
-        except TimeoutError as error:
-            if drain.over:
-                message = "The server stopped before the answer was whole; send the request again."
-                raise Overloaded(message, code=CODE, retry_after_s=5) from error
-            message = f"The answer took over {self.timeout_s:.0f} s; ask for fewer tokens."
-            raise GenerationFailed(message, code="timeout") from error
+            await self._timeout.__aexit__(kind, error, trace)
+            if isinstance(error, TimeoutError):
+                raise error
+        except TimeoutError as late:
+            raise self._over() from late
+
+    def _over(self) -> WarmpathError:
+        if self._deadline.drain.over:
+            message = "The server stopped before the answer was whole; send the request again."
+            return Overloaded(message, code=CODE, retry_after_s=5)
+        message = f"The answer took over {self._deadline.timeout_s:.0f} s; ask for fewer tokens."
+        return GenerationFailed(message, code="timeout")

@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from typing import NamedTuple, Protocol
 
@@ -24,7 +24,7 @@ from serve_app.errors import (
     WarmpathError,
 )
 from serve_app.fairness.rate_limits import TenantLimits
-from serve_app.ingress.client_headers import arrived_s
+from serve_app.ingress.client_headers import NAMES_KEPT, arrived_s
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.http import (
     CLIENT_LEFT,
@@ -250,6 +250,7 @@ def _is_ours(host: str, allowed_hosts: Collection[str]) -> bool:
     return any(name == host_name(allowed) for allowed in allowed_hosts)
 
 
+@lru_cache(NAMES_KEPT)
 def host_name(host: str) -> str:
     """Return the name or address in a ``Host`` header, in lower case, without its port and the root's dot.
 
@@ -264,6 +265,7 @@ _HOST = re.compile(rf"(\[[0-9a-f:.]{{2,45}}\]|{_LABEL}(?:\.{_LABEL})*)\.?(?::[0-
 """RFC 3986 3.2.2, without escapes: no browser sends one."""
 
 
+@lru_cache(NAMES_KEPT)
 def _is_address(name: str) -> bool:
     try:
         _ = IPv6Address(name[1:-1]) if name.startswith("[") else IPv4Address(name)

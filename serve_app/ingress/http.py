@@ -102,22 +102,24 @@ async def body_parts(
 
 
 async def _received(request: Request, max_bytes: int, too_large: str, timeout_s: float) -> AsyncIterator[bytes]:
-    """Yield the parts of the body as they were sent."""
-    stream, clock, size, waited_s = request.stream(), asyncio.get_running_loop().time, 0, 0.0
-    while True:
+    """Yield the parts of the body as they were sent. Raises ClientDisconnect."""
+    receive, clock, size, waited_s, more = request.receive, asyncio.get_running_loop().time, 0, 0.0, True
+    while more:
         begun_s = clock()
         try:
             async with asyncio.timeout(timeout_s + size / MIN_BODY_BYTES_PER_S - waited_s):
-                part = await anext(stream, None)
+                message = await receive()
         except TimeoutError as error:
             raise RequestTimeout(f"Only {size} bytes of the request body arrived in time; send it again.") from error
         waited_s += clock() - begun_s
-        if part is None:
-            return
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part, more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
         if size > max_bytes:
             raise RequestTooLarge(too_large)
-        yield part
+        if part:
+            yield part
 
 
 async def _expanded(parts: AsyncIterator[bytes], max_bytes: int, too_large: str) -> AsyncIterator[bytes]:

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
 
 from router.protocol.samples import Sample
 from router.protocol.version import VERSION_METADATA, WIRE_VERSION
@@ -52,7 +52,7 @@ class Ingress:
             self._address.metrics.add("warmpath_refused_configurations_total")
         self._address.refused_settings = self._live.why
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         """Return the HTTP application; Serve calls this after the constructor."""
         from serve_app.ingress.routes.application import make_application
 

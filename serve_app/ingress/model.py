@@ -308,8 +308,8 @@ class Model:
 
     async def answer(self, http: Request, arrived: Arrived, answer_format: AnswerFormat) -> Response:
         """Return a whole or started answer. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
-        request = with_session(self.readers.checked(arrived.request), http.headers)
-        if getattr(http.state, "waits_for_all", False):  # most lines of a batch
+        state, request = http.state, with_session(self.readers.checked(arrived.request), http.headers)
+        if getattr(state, "waits_for_all", False):  # most lines of a batch
             request = replace(request, service_tier="flex")
         # The internal id is random: two clients may send the same x-request-id.
         answer_id = request_id = secrets.token_hex(16)
@@ -319,14 +319,14 @@ class Model:
         timeout_s = self.config.request_timeout_s
         deadline = Deadline(self.drain, arrived.at_s + timeout_s, timeout_s)
         body_bytes = arrived.arrival.body_bytes
-        trace: RequestTrace | None = getattr(http.state, "trace", None)
+        trace: RequestTrace | None = getattr(state, "trace", None)
         lifeline: Lifeline | None = None
         if request.stream:
-            lifeline = http.state.lifeline = self._lifeline(http, request, answer_format, arrived.note)
+            lifeline = state.lifeline = self._lifeline(http, request, answer_format, arrived.note)
         async with until_disconnect(http):
             async with deadline.limit():
                 generations = await self._admitted(request, arrived, request_id, deadline, trace)
-            meter = http.state.meter = AnswerMeter(
+            meter = state.meter = AnswerMeter(
                 self.observers, self.metrics, request, generations, arrived.at_s, body_bytes,
                 arrived.arrival.allowance, trace,
             )  # fmt: skip

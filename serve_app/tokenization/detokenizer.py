@@ -30,7 +30,8 @@ class TokenTexts:
         if state is not None and state.get("type") == "Sequence" and len(state["decoders"]) == 1:
             (state,) = state["decoders"]
         self.byte_level = state is not None and state.get("type") == "ByteLevel"
-        self._bytes: dict[int, bytes] = dict.fromkeys(self._special, b"")
+        self.known: dict[int, bytes] = dict.fromkeys(self._special, b"")
+        """What ``token_bytes`` has returned, by id."""
         self._byte_of_char = _byte_of_char()
 
     def is_special(self, token_id: int) -> bool:
@@ -49,14 +50,14 @@ class TokenTexts:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token of a byte-level tokenizer; b"" for a special or unknown one."""
-        raw = self._bytes.get(token_id)
+        raw = self.known.get(token_id)
         if raw is None:
             token: str | None = self._tokenizer.id_to_token(token_id)
             if token is None:
                 return b""
             codes = [self._byte_of_char.get(char, -1) for char in token]
             raw = token.encode() if -1 in codes else bytes(codes)
-            self._bytes[token_id] = raw
+            self.known[token_id] = raw
         return raw
 
     def shown_bytes(self, token_id: int) -> bytes:
@@ -98,7 +99,11 @@ class Detokenizer:
         """Return the text completed by ``token_ids``. An incomplete character is kept for later."""
         texts = self._texts
         if texts.byte_level:
-            raw = b"".join([self._special_texts.get(i) or texts.token_bytes(i) for i in token_ids])
+            if len(token_ids) == 1:  # the usual case, with as few calls as possible
+                (token_id,) = token_ids
+                raw = self._special_texts.get(token_id) or texts.known.get(token_id) or texts.token_bytes(token_id)
+            else:
+                raw = b"".join([self._special_texts.get(i) or texts.token_bytes(i) for i in token_ids])
             # ASCII, the most common text, needs no decoder unless the decoder holds bytes back.
             return raw.decode("ascii") if raw.isascii() and not self._utf8.buffer else self._utf8.decode(raw)
         return "".join(map(self._push_one, token_ids))

@@ -153,7 +153,7 @@ def names_in(body: bytes, tenants: Tenants) -> tuple[str | None, Tenant | None]:
     """Return the model and the tenant that a body to explain names, as far as it can be read."""
     try:
         named = msgspec.json.decode(body, type=_Named)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return None, None
     known = tenants.by_name
     only = next(iter(known.values())) if len(known) == 1 else None

@@ -7,7 +7,7 @@ from starlette.responses import Response
 from serve_app.errors import PermissionDenied
 from serve_app.ingress.address import Address
 from serve_app.ingress.http import credentials, json_response
-from serve_app.ingress.routes.handler import Front, guarded, small_body, takes
+from serve_app.ingress.routes.handler import guarded, small_body, takes
 from serve_app.ingress.tenant_admin import KeyBody, KeyChange, NewTenantBody, RotateBody, TenantAdmin, TenantBody
 
 router = APIRouter(tags=["tenants and keys"])
@@ -23,7 +23,7 @@ def _desk(request: Request, address: Address) -> tuple[TenantAdmin, str]:
 
 @router.get("/v1/admin/tenants")
 @guarded("admin_tenants", operator=True)
-async def tenants(request: Request, address: Front) -> Response:
+async def tenants(request: Request, address: Address) -> Response:
     """All tenants and what is in force for each; `overrides` names the fields that differ from the settings'."""
     desk, _ = _desk(request, address)
     return json_response({"object": "list", "data": desk.tenants()})
@@ -31,7 +31,7 @@ async def tenants(request: Request, address: Front) -> Response:
 
 @router.post("/v1/admin/tenants", **takes(NewTenantBody))
 @guarded("admin_tenants", operator=True)
-async def add_tenant(request: Request, address: Front) -> Response:
+async def add_tenant(request: Request, address: Address) -> Response:
     """Add a tenant, with the fields of one in the settings. It has no key yet.
 
     Changes hold on every ingress within two seconds, a `cache_share` on every replica within five, and after restarts.
@@ -42,7 +42,7 @@ async def add_tenant(request: Request, address: Front) -> Response:
 
 @router.get("/v1/admin/tenants/{tenant}")
 @guarded("admin_tenants", operator=True)
-async def tenant(request: Request, address: Front, tenant: str) -> Response:
+async def tenant(request: Request, address: Address, tenant: str) -> Response:
     """One tenant."""
     desk, _ = _desk(request, address)
     return json_response(desk.tenant(tenant))
@@ -50,7 +50,7 @@ async def tenant(request: Request, address: Front, tenant: str) -> Response:
 
 @router.post("/v1/admin/tenants/{tenant}", **takes(TenantBody))
 @guarded("admin_tenants", operator=True)
-async def set_tenant(request: Request, address: Front, tenant: str) -> Response:
+async def set_tenant(request: Request, address: Address, tenant: str) -> Response:
     """Set fields of a tenant, of one in the settings too; null: no such limit. Other fields stay."""
     desk, operator = _desk(request, address)
     return json_response(await desk.set_tenant(operator, tenant, await small_body(request, address)))
@@ -58,7 +58,7 @@ async def set_tenant(request: Request, address: Front, tenant: str) -> Response:
 
 @router.post("/v1/admin/tenants/{tenant}/reset")
 @guarded("admin_tenants", operator=True)
-async def reset_tenant(request: Request, address: Front, tenant: str) -> Response:
+async def reset_tenant(request: Request, address: Address, tenant: str) -> Response:
     """Go back to the fields of a tenant in the settings. Its keys stay as they are."""
     desk, operator = _desk(request, address)
     return json_response(await desk.reset_tenant(operator, tenant))
@@ -66,7 +66,7 @@ async def reset_tenant(request: Request, address: Front, tenant: str) -> Respons
 
 @router.delete("/v1/admin/tenants/{tenant}")
 @guarded("admin_tenants", operator=True)
-async def remove_tenant(request: Request, address: Front, tenant: str) -> Response:
+async def remove_tenant(request: Request, address: Address, tenant: str) -> Response:
     """Remove a tenant that was added here, and its keys. One in the settings can be `disabled` instead."""
     desk, operator = _desk(request, address)
     return json_response(await desk.remove_tenant(operator, tenant))
@@ -74,7 +74,7 @@ async def remove_tenant(request: Request, address: Front, tenant: str) -> Respon
 
 @router.get("/v1/admin/keys")
 @guarded("admin_keys", operator=True)
-async def keys(request: Request, address: Front) -> Response:
+async def keys(request: Request, address: Address) -> Response:
     """All keys, or those of `?tenant=`: their state, never the key itself."""
     desk, _ = _desk(request, address)
     return json_response({"object": "list", "data": desk.keys(request.query_params.get("tenant"))})
@@ -82,7 +82,7 @@ async def keys(request: Request, address: Front) -> Response:
 
 @router.post("/v1/admin/keys", **takes(KeyBody))
 @guarded("admin_keys", operator=True)
-async def add_key(request: Request, address: Front) -> Response:
+async def add_key(request: Request, address: Address) -> Response:
     """Make a key. `key` is in this answer alone; only its SHA-256 is stored."""
     desk, operator = _desk(request, address)
     return json_response(await desk.add_key(operator, await small_body(request, address)))
@@ -90,7 +90,7 @@ async def add_key(request: Request, address: Front) -> Response:
 
 @router.get("/v1/admin/keys/{key}")
 @guarded("admin_keys", operator=True)
-async def key(request: Request, address: Front, key: str) -> Response:
+async def key(request: Request, address: Address, key: str) -> Response:
     """One key by its `id`."""
     desk, _ = _desk(request, address)
     return json_response(desk.key(key))
@@ -98,7 +98,7 @@ async def key(request: Request, address: Front, key: str) -> Response:
 
 @router.post("/v1/admin/keys/{key}", **takes(KeyChange))
 @guarded("admin_keys", operator=True)
-async def change_key(request: Request, address: Front, key: str) -> Response:
+async def change_key(request: Request, address: Address, key: str) -> Response:
     """Disable a key (`disabled: true`), enable it again, or give it an end or a label.
 
     One in the settings can be disabled or end earlier, and stays so whatever they say.
@@ -109,7 +109,7 @@ async def change_key(request: Request, address: Front, key: str) -> Response:
 
 @router.post("/v1/admin/keys/{key}/rotate", **takes(RotateBody))
 @guarded("admin_keys", operator=True)
-async def rotate_key(request: Request, address: Front, key: str) -> Response:
+async def rotate_key(request: Request, address: Address, key: str) -> Response:
     """Make a key in place of another one, which works for `overlap_s` more (default: a day; 0 if it has leaked)."""
     desk, operator = _desk(request, address)
     return json_response(await desk.rotate_key(operator, key, await small_body(request, address)))
@@ -117,7 +117,7 @@ async def rotate_key(request: Request, address: Front, key: str) -> Response:
 
 @router.delete("/v1/admin/keys/{key}")
 @guarded("admin_keys", operator=True)
-async def remove_key(request: Request, address: Front, key: str) -> Response:
+async def remove_key(request: Request, address: Address, key: str) -> Response:
     """Delete a key that was made here. One in the settings can be disabled instead."""
     desk, operator = _desk(request, address)
     return json_response(await desk.remove_key(operator, key))
@@ -125,7 +125,7 @@ async def remove_key(request: Request, address: Front, key: str) -> Response:
 
 @router.get("/v1/admin/changes")
 @guarded("admin_changes", operator=True)
-async def changes(request: Request, address: Front) -> Response:
+async def changes(request: Request, address: Address) -> Response:
     """Who changed what and when, the newest first, for 400 days; `limit` (100), `after` (an `id`) for older ones.
 
     `operator` is the SHA-256 of the operator's key, shortened; `changes` has each field before and after.

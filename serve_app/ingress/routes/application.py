@@ -1,4 +1,7 @@
-"""The FastAPI application of one ingress: all routes, errors for unknown paths, and the API's documentation."""
+"""The application of one ingress: all routes, errors for unknown paths, and the API's documentation.
+
+Handlers read and check bodies by themselves, so FastAPI only describes the routes: a request goes straight to them.
+"""
 
 import asyncio
 import functools
@@ -8,7 +11,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -25,14 +30,14 @@ from serve_app.ingress.http import credentials, json_response
 from serve_app.ingress.observe.tracing import TraceRequests
 from serve_app.ingress.routes import admin, batches, events, generation, operations, page, responses, tenants, tokens
 from serve_app.ingress.routes.api_page import api_page, api_page_file
-from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI, speaks_anthropic
+from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI, Handler, speaks_anthropic
 
 OPENAPI_PATH = "/openapi.json"
 ALL_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "POST")
 ROUTERS = tuple(
     each.router for each in (generation, responses, batches, tokens, operations, admin, tenants, events, page)
 )
-ROUTES = tuple(route for router in ROUTERS for route in router.routes if isinstance(route, Route))
+ROUTES = tuple(route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute))
 PATHS = frozenset(route.path for route in ROUTES)
 
 _POOLING = "the models here generate text; use a server of such a model (`vllm serve MODEL --runner pooling`)"
@@ -71,13 +76,13 @@ NOT_HERE = {
 """Paths of OpenAI's, Anthropic's, Cohere's and vLLM's APIs that are not offered, and a sentence for each."""
 
 
-def make_application(address: Address) -> FastAPI:
+def make_application(address: Address) -> Starlette:
     """Return the application; the settings turn ``/openapi.json`` and ``/docs`` on and off."""
 
     desk = address.batches
 
     @asynccontextmanager
-    async def life(served: FastAPI) -> AsyncIterator[None]:
+    async def life(served: Starlette) -> AsyncIterator[None]:
         if desk is not None:
             desk.start(served)
         yield
@@ -87,26 +92,53 @@ def make_application(address: Address) -> FastAPI:
             await asyncio.to_thread(address.tracer.close)
 
     application = _Application(
-        title="warmpath",
+        routes=[
+            *(Route(each.path, Direct(each.endpoint), methods=[*(each.methods or ())]) for each in ROUTES),
+            *_docs(address),
+            WebSocketRoute("/{path:path}", _no_websocket),
+        ],
         lifespan=life,
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,  # Starlette would redirect to any host that the client names
         exception_handlers={HTTPException: _no_such_route, WarmpathError: _refused_there},
     )
+    application.router.redirect_slashes = False  # Starlette would redirect to any host that the client names
     if address.tracer is not None:
         application.add_middleware(TraceRequests, tracer=address.tracer)
     application.state.address = address
-    for router in ROUTERS:
-        application.include_router(router)
-    application.router.routes.append(WebSocketRoute("/{path:path}", _no_websocket))
-    _add_docs(application, address)
     return application
 
 
-def _add_docs(application: FastAPI, address: Address) -> None:
-    # FastAPI's own routes could not be turned off later, when the first tenant is configured.
+class Direct:
+    """A route's handler as an ASGI application, which fails by the application's rules alone."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request of this route."""
+        response = await self._handler(Request(scope, receive, send), **scope["path_params"])
+        await response(scope, receive, send)
+
+
+@functools.cache
+def openapi() -> dict[str, Any]:
+    """Return the schema of the API: the routes, and the bodies that handlers parse themselves."""
+    described = FastAPI(title="warmpath")
+    for router in ROUTERS:
+        described.include_router(router)
+    schema = described.openapi()
+    _, bodies = models_json_schema(
+        [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
+    )
+    components = schema.setdefault("components", {})
+    components.setdefault("schemas", {}).update(bodies["$defs"])
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    schema["security"] = [{}, {"key": []}]  # a server without tenants needs no key
+    return schema
+
+
+def _docs(address: Address) -> list[Route]:
+    """Return the routes of the API's documentation, which the settings turn on and off."""
+
     def only_where_published(known: bool = False) -> None:
         if not address.config.documented and not (known and address.config.enable_docs is None):
             raise HTTPException(404)
@@ -119,21 +151,21 @@ def _add_docs(application: FastAPI, address: Address) -> None:
         except WarmpathError:
             return False
 
-    @application.get(OPENAPI_PATH, include_in_schema=False)
     async def schema(request: Request) -> Response:
         only_where_published(known(request))
         prefix = request.scope.get("root_path", "")
-        return json_response(application.openapi() | ({"servers": [{"url": prefix}]} if prefix else {}))
+        return json_response(openapi() | ({"servers": [{"url": prefix}]} if prefix else {}))
 
-    @application.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         only_where_published()
         return api_page(request.headers.get("if-none-match"))
 
-    @application.get("/docs/{name}", include_in_schema=False)
     async def file(request: Request, name: str) -> Response:
         only_where_published()
         return api_page_file(name, request.headers.get("if-none-match"))
+
+    routes: dict[str, Handler] = {OPENAPI_PATH: schema, "/docs": docs, "/docs/{name}": file}
+    return [Route(path, Direct(handler), methods=["GET"]) for path, handler in routes.items()]
 
 
 class _HeadSent(OSError):
@@ -161,8 +193,8 @@ async def _without_body(answer: ASGIApp, scope: Scope, receive: Receive, send: S
             raise
 
 
-class _Application(FastAPI):
-    """Counts HTTP requests until their whole answer is sent; describes the bodies that handlers parse themselves."""
+class _Application(Starlette):
+    """Counts HTTP requests until their whole answer is sent, and lets in those for this host."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -194,18 +226,6 @@ class _Application(FastAPI):
         guard.metrics.answered("refused_host", error.status, "none")
         return _api_of(_path(request)).refusal(error, request)
 
-    def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            schema = super().openapi()
-            _, bodies = models_json_schema(
-                [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
-            )
-            components = schema.setdefault("components", {})
-            components.setdefault("schemas", {}).update(bodies["$defs"])
-            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            schema["security"] = [{}, {"key": []}]  # a server without tenants needs no key
-        return super().openapi()
-
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     path, prefix = _path(request), request.scope.get("root_path", "")
@@ -213,7 +233,7 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
         # The page's paths are relative to a folder. So is this one: no client can name another host in it.
         return Response(status_code=307, headers={"location": f"{prefix.rpartition('/')[2]}/"})
     other_method = isinstance(error, HTTPException) and error.status_code == 405
-    methods = _methods(path) or ["GET"]  # those of FastAPI's own routes
+    methods = _methods(path) or ["GET"]  # those of the documentation
     allowed = sorted({*methods, "OPTIONS", *(["HEAD"] if "GET" in methods else [])})
     if other_method and request.method == "OPTIONS":
         return Response(status_code=204, headers={"allow": ", ".join(allowed)})

@@ -28,7 +28,7 @@ from serve_app.ingress.batches import BatchDesk
 from serve_app.ingress.entrance import arrive
 from serve_app.ingress.http import WARNING, body_parts, json_response, read_body
 from serve_app.ingress.multipart import read_form
-from serve_app.ingress.routes.handler import ANTHROPIC, SMALL_BODY_BYTES, Front, guarded, speaks_anthropic, takes
+from serve_app.ingress.routes.handler import ANTHROPIC, SMALL_BODY_BYTES, guarded, speaks_anthropic, takes
 from serve_app.ingress.shared import BODIES
 
 router = APIRouter(tags=["batches"])
@@ -54,7 +54,7 @@ def _desk(request: Request, address: Address) -> tuple[BatchDesk, str]:
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string"}},
 }}}, "required": True}})  # fmt: skip
 @guarded("files", None)
-async def create_file(request: Request, address: Front) -> Response:
+async def create_file(request: Request, address: Address) -> Response:
     """Upload a file (a form with `file`, `purpose`, and `expires_after[seconds]`), at most 200 MiB."""
     desk, tenant = _desk(request, address)
     content: tuple[str, str, int] | None = None
@@ -88,7 +88,7 @@ async def create_file(request: Request, address: Front) -> Response:
 
 @router.get("/v1/files")
 @guarded("files", None)
-async def files(request: Request, address: Front) -> Response:
+async def files(request: Request, address: Address) -> Response:
     """The files, the newest first; `after`, `limit`, `order`, `purpose`; Anthropic's `page`, `limit`, `ids[]`."""
     desk, tenant = _desk(request, address)
     of_anthropic, ids = speaks_anthropic(request), set(request.query_params.getlist("ids[]"))
@@ -105,7 +105,7 @@ async def files(request: Request, address: Front) -> Response:
 
 @router.get("/v1/files/{file_id}")
 @guarded("files", None)
-async def file(request: Request, address: Front, file_id: str) -> Response:
+async def file(request: Request, address: Address, file_id: str) -> Response:
     """One file, without its content."""
     desk, tenant = _desk(request, address)
     return json_response(_shown_file(request, await desk.files.get(tenant, file_id)))
@@ -113,7 +113,7 @@ async def file(request: Request, address: Front, file_id: str) -> Response:
 
 @router.get("/v1/files/{file_id}/content")
 @guarded("files", None)
-async def file_content(request: Request, address: Front, file_id: str) -> Response:
+async def file_content(request: Request, address: Address, file_id: str) -> Response:
     """The content of a file."""
     desk, tenant = _desk(request, address)
     found = await desk.files.get(tenant, file_id)
@@ -122,7 +122,7 @@ async def file_content(request: Request, address: Front, file_id: str) -> Respon
 
 @router.delete("/v1/files/{file_id}")
 @guarded("files", None)
-async def delete_file(request: Request, address: Front, file_id: str) -> Response:
+async def delete_file(request: Request, address: Address, file_id: str) -> Response:
     """Delete a file. One that a batch in progress reads stays (409)."""
     desk, tenant = _desk(request, address)
     content = (await desk.files.get(tenant, file_id)).content
@@ -136,7 +136,7 @@ async def delete_file(request: Request, address: Front, file_id: str) -> Respons
 
 @router.post("/v1/batches", **takes(BatchBody))
 @guarded("batches")
-async def create_batch(request: Request, address: Front) -> Response:
+async def create_batch(request: Request, address: Address) -> Response:
     """Answer an uploaded file's requests, when nothing else waits; the results are files."""
     desk, tenant = _desk(request, address)
     with arrive(address, address.guard.tenant(request)) as arrival:
@@ -169,7 +169,7 @@ async def create_batch(request: Request, address: Front) -> Response:
 
 @router.get("/v1/batches")
 @guarded("batches")
-async def batches(request: Request, address: Front) -> Response:
+async def batches(request: Request, address: Address) -> Response:
     """The batches, the newest first; `after`, `limit`."""
     desk, tenant = _desk(request, address)
     asked = PageQuery.checked(dict(request.query_params))
@@ -183,14 +183,14 @@ async def batches(request: Request, address: Front) -> Response:
 
 @router.get("/v1/batches/{batch_id}")
 @guarded("batches")
-async def batch(request: Request, address: Front, batch_id: str) -> Response:
+async def batch(request: Request, address: Address, batch_id: str) -> Response:
     """One batch, with its counts."""
     return json_response(openai_batch((await _found(request, address, batch_id, anthropic=False))[2]))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 @guarded("batches")
-async def cancel_batch(request: Request, address: Front, batch_id: str) -> Response:
+async def cancel_batch(request: Request, address: Address, batch_id: str) -> Response:
     """End a batch; what is answered stays."""
     desk, tenant, known = await _found(request, address, batch_id, anthropic=False)
     found = await desk.batches.cancel(tenant, known.id)
@@ -202,7 +202,7 @@ async def cancel_batch(request: Request, address: Front, batch_id: str) -> Respo
 
 @router.post(BATCHES_PATH, tags=["messages"], **takes(MessageBatchBody))
 @guarded("message_batches", ANTHROPIC)
-async def create_message_batch(request: Request, address: Front) -> Response:
+async def create_message_batch(request: Request, address: Address) -> Response:
     """Answer many messages, when nothing else waits."""
     desk, tenant = _desk(request, address)
     with arrive(address, address.guard.tenant(request)) as arrival:
@@ -238,7 +238,7 @@ async def create_message_batch(request: Request, address: Front) -> Response:
 
 @router.get(BATCHES_PATH, tags=["messages"])
 @guarded("message_batches", ANTHROPIC)
-async def message_batches(request: Request, address: Front) -> Response:
+async def message_batches(request: Request, address: Address) -> Response:
     """The message batches, the newest first; `after_id`, `before_id`, `limit`."""
     desk, tenant = _desk(request, address)
     asked, shown = PageQuery.checked(dict(request.query_params)), partial(_shown, request)
@@ -252,14 +252,14 @@ async def message_batches(request: Request, address: Front) -> Response:
 
 @router.get(f"{BATCHES_PATH}/{{batch_id}}", tags=["messages"])
 @guarded("message_batches", ANTHROPIC)
-async def message_batch(request: Request, address: Front, batch_id: str) -> Response:
+async def message_batch(request: Request, address: Address, batch_id: str) -> Response:
     """One message batch, with its counts."""
     return json_response(_shown(request, (await _found(request, address, batch_id, anthropic=True))[2]))
 
 
 @router.get(f"{BATCHES_PATH}/{{batch_id}}/results", tags=["messages"])
 @guarded("message_batches", ANTHROPIC)
-async def message_batch_results(request: Request, address: Front, batch_id: str) -> Response:
+async def message_batch_results(request: Request, address: Address, batch_id: str) -> Response:
     """The results of a message batch that has ended, one JSON object per line."""
     desk, tenant, found = await _found(request, address, batch_id, anthropic=True)
     if not found.ended:
@@ -269,7 +269,7 @@ async def message_batch_results(request: Request, address: Front, batch_id: str)
 
 @router.post(f"{BATCHES_PATH}/{{batch_id}}/cancel", tags=["messages"])
 @guarded("message_batches", ANTHROPIC)
-async def cancel_message_batch(request: Request, address: Front, batch_id: str) -> Response:
+async def cancel_message_batch(request: Request, address: Address, batch_id: str) -> Response:
     """End a message batch; what is answered stays."""
     desk, tenant, known = await _found(request, address, batch_id, anthropic=True)
     if known.ended:
@@ -281,7 +281,7 @@ async def cancel_message_batch(request: Request, address: Front, batch_id: str) 
 
 @router.delete(f"{BATCHES_PATH}/{{batch_id}}", tags=["messages"])
 @guarded("message_batches", ANTHROPIC)
-async def delete_message_batch(request: Request, address: Front, batch_id: str) -> Response:
+async def delete_message_batch(request: Request, address: Address, batch_id: str) -> Response:
     """Delete a message batch that has ended, and its results."""
     desk, tenant, found = await _found(request, address, batch_id, anthropic=True)
     if not found.ended:

@@ -38,6 +38,7 @@ class LiveEventStream(StreamingResponse):
         except (TimeoutError, OSError):
             pass
         finally:
+            self._watcher.limit = None  # it is over, and the client may be known to be gone only now
             self._live.leave(self._viewer, self._watcher)
             departure.cancel()
             await asyncio.gather(departure, return_exceptions=True)

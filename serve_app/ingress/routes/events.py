@@ -5,16 +5,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.errors import InvalidRequest, ModelNotFound, WarmpathError
+from serve_app.ingress.address import Address
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.event_stream import LiveEventStream
-from serve_app.ingress.routes.handler import Front, guarded
+from serve_app.ingress.routes.handler import guarded
 
 router = APIRouter(tags=["operations"])
 
 
 @router.get("/v1/cache/events")
 @guarded("cache_events")
-async def events(request: Request, address: Front) -> Response:
+async def events(request: Request, address: Address) -> Response:
     """Live server-sent events: replicas, prefixes, decisions and figures, without the text of prompts.
 
     Query: `once` (true: only the snapshot, as JSON). Each event has an `id`, an `event` (its type) and `data`: one JSON

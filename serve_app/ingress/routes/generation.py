@@ -11,9 +11,10 @@ from serve_app.api.anthropic.response import MessagesFormat, anthropic_model, an
 from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, parse_completion
 from serve_app.api.openai.response import CHAT, COMPLETION, models_body
 from serve_app.errors import ModelNotFound
+from serve_app.ingress.address import Address
 from serve_app.ingress.entrance import generate, tokens
 from serve_app.ingress.http import json_response
-from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, speaks_anthropic, takes, warnings
+from serve_app.ingress.routes.handler import ANTHROPIC, guarded, speaks_anthropic, takes, warnings
 
 router = APIRouter()
 
@@ -22,7 +23,7 @@ MESSAGES_PATH = "/v1/messages"
 
 @router.post("/v1/chat/completions", tags=["generation"], **takes(ChatBody))
 @guarded("chat")
-async def chat_completions(request: Request, address: Front) -> Response:
+async def chat_completions(request: Request, address: Address) -> Response:
     """OpenAI's chat completions."""
     tenant = address.guard.tenant(request)
     parse = functools.partial(parse_chat, model=address.default_model(request, tenant))
@@ -31,7 +32,7 @@ async def chat_completions(request: Request, address: Front) -> Response:
 
 @router.post("/v1/completions", tags=["generation"], **takes(CompletionBody))
 @guarded("completions")
-async def completions(request: Request, address: Front) -> Response:
+async def completions(request: Request, address: Address) -> Response:
     """OpenAI's (legacy) completions."""
     tenant = address.guard.tenant(request)
     parse = functools.partial(parse_completion, model=address.default_model(request, tenant))
@@ -40,7 +41,7 @@ async def completions(request: Request, address: Front) -> Response:
 
 @router.post(MESSAGES_PATH, tags=["messages"], **takes(MessagesBody))
 @guarded("messages", ANTHROPIC)
-async def messages(request: Request, address: Front) -> Response:
+async def messages(request: Request, address: Address) -> Response:
     """Anthropic's messages."""
     tenant = address.guard.tenant(request)
     shown = MessagesFormat(functools.partial(address.history.compare, tenant.name))
@@ -50,7 +51,7 @@ async def messages(request: Request, address: Front) -> Response:
 
 @router.post(f"{MESSAGES_PATH}/count_tokens", tags=["messages"], **takes(CountTokensBody))
 @guarded("count_tokens", ANTHROPIC)
-async def count_tokens(request: Request, address: Front) -> Response:
+async def count_tokens(request: Request, address: Address) -> Response:
     """Count the tokens of a message's prompt, without generating."""
     parse = functools.partial(parse_count, follow_rules=address.config.agent_prompt_rules)
     ids, wanted, _ = await tokens(address, request, address.guard.tenant(request), parse)
@@ -59,7 +60,7 @@ async def count_tokens(request: Request, address: Front) -> Response:
 
 @router.get("/v1/models", tags=["models"])
 @guarded("models", None)
-async def models(request: Request, address: Front) -> Response:
+async def models(request: Request, address: Address) -> Response:
     """The served model and the LoRA adapters that the caller may use."""
     shown = anthropic_models if speaks_anthropic(request) else models_body
     return json_response(shown(address.cards(request)))
@@ -67,7 +68,7 @@ async def models(request: Request, address: Front) -> Response:
 
 @router.get("/v1/models/{model:path}", tags=["models"])
 @guarded("models", None)
-async def model(request: Request, address: Front, model: str) -> Response:
+async def model(request: Request, address: Address, model: str) -> Response:
     """One model by name, of those that ``/v1/models`` lists for the caller."""
     for served in address.cards(request):
         if served["id"] == model:

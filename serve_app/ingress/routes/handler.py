@@ -1,10 +1,10 @@
 """Tools for route handlers: access to the address, and the guard around a handler."""
 
 import functools
+import inspect
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,12 +20,6 @@ OPENAI = Api(openai_error, openai_limits)
 ANTHROPIC = Api(anthropic_error, anthropic_limits, "request-id")
 
 
-async def _address(request: Request) -> Address:
-    address: Address = request.app.state.address
-    return address
-
-
-Front = Annotated[Address, Depends(_address)]
 Handler = Callable[..., Awaitable[Response]]
 
 SMALL_BODY_BYTES = 1 << 20
@@ -43,12 +37,15 @@ def speaks_anthropic(request: Request) -> bool:
 def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) -> Callable[[Handler], Handler]:
     """Convert a handler's failures to errors of its API, and count its answers under ``endpoint``.
 
-    ``api`` None: the request's headers decide. ``operator``: only operators may call it.
+    ``api`` None: the request's headers decide. ``operator``: only operators may call it. The result takes a request
+    and the parts of its path; the handler gets the address beside the request.
     """
 
     def wrap(handler: Handler) -> Handler:
         @functools.wraps(handler)
-        async def run(request: Request, address: Address, **path: str) -> Response:
+        async def run(request: Request, **path: str) -> Response:
+            address: Address = request.app.state.address
+
             async def work() -> Response:
                 if operator:
                     address.guard.require_operator(request)
@@ -57,6 +54,11 @@ def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) 
             shown = api or (ANTHROPIC if speaks_anthropic(request) else OPENAI)
             return await address.guard.answer(request, endpoint, shown, work)
 
+        # What the schema tells of: the parts of the path.
+        taken = inspect.signature(run)
+        told = [each for each in taken.parameters.values() if each.name != "address"]
+        del run.__wrapped__
+        run.__signature__ = taken.replace(parameters=told)  # type: ignore[attr-defined]
         return run
 
     return wrap

@@ -17,7 +17,7 @@ from serve_app.ingress.observe.metrics import render, without_tenants
 from serve_app.ingress.observe.reports import ExplainBody
 from serve_app.ingress.observe.vllm_names import vllm_samples
 from serve_app.ingress.prompts import CutoverBody, PromptBody
-from serve_app.ingress.routes.handler import Front, guarded, small_body, takes
+from serve_app.ingress.routes.handler import guarded, small_body, takes
 from serve_app.usage import days, usage_csv, usage_document
 
 USAGE_FORMATS = ("json", "csv")
@@ -27,21 +27,21 @@ router = APIRouter()
 
 @router.post("/v1/load_lora_adapter", tags=["adapters"], **takes(LoadAdapterBody))
 @guarded("load_lora_adapter", operator=True)
-async def load_lora_adapter(request: Request, address: Front) -> Response:
+async def load_lora_adapter(request: Request, address: Address) -> Response:
     """Load an adapter on every replica and offer it under its name."""
     return Response(await address.of_query_alone(request).adapter_admin.load(await small_body(request, address)))
 
 
 @router.post("/v1/unload_lora_adapter", tags=["adapters"], **takes(UnloadAdapterBody))
 @guarded("unload_lora_adapter", operator=True)
-async def unload_lora_adapter(request: Request, address: Front) -> Response:
+async def unload_lora_adapter(request: Request, address: Address) -> Response:
     """Stop serving an adapter; running requests finish with it."""
     return Response(await address.of_query_alone(request).adapter_admin.unload(await small_body(request, address)))
 
 
 @router.get("/v1/prompts", tags=["prompts"])
 @guarded("prompts", operator=True)
-async def prompts(request: Request, address: Front) -> Response:
+async def prompts(request: Request, address: Address) -> Response:
     """Every prompt, its current version, and the requests, hit rate and times to first token of each version, with
     advice if caching it does not pay; ``?name=`` selects one.
     """
@@ -50,21 +50,21 @@ async def prompts(request: Request, address: Front) -> Response:
 
 @router.post("/v1/prompts/warm", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_warm", operator=True)
-async def warm(request: Request, address: Front) -> Response:
+async def warm(request: Request, address: Address) -> Response:
     """Compute a version on the replicas that will serve it."""
     return json_response(await address.of_query_alone(request).prompt_admin.warm(await small_body(request, address)))
 
 
 @router.post("/v1/prompts/promote", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_promote", operator=True)
-async def promote(request: Request, address: Front) -> Response:
+async def promote(request: Request, address: Address) -> Response:
     """Warm a version, then switch the name to it."""
     return json_response(await address.of_query_alone(request).prompt_admin.promote(await small_body(request, address)))
 
 
 @router.post("/v1/prompts/cutover", tags=["prompts"], **takes(CutoverBody))
 @guarded("prompts_cutover", operator=True)
-async def cutover(request: Request, address: Front) -> Response:
+async def cutover(request: Request, address: Address) -> Response:
     """Warm a version, then switch a part of the name's conversations to it (`percent`): the same ones each time, and
     more of them with a higher `percent`.
     """
@@ -75,7 +75,7 @@ async def cutover(request: Request, address: Front) -> Response:
 
 @router.post("/v1/prompts/rollback", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_rollback", operator=True)
-async def rollback(request: Request, address: Front) -> Response:
+async def rollback(request: Request, address: Address) -> Response:
     """End a cut-over in part; else switch the name back to its previous version."""
     return json_response(
         await address.of_query_alone(request).prompt_admin.roll_back(await small_body(request, address))
@@ -84,7 +84,7 @@ async def rollback(request: Request, address: Front) -> Response:
 
 @router.get("/v1/usage", tags=["usage"])
 @guarded("usage")
-async def usage(request: Request, address: Front) -> Response:
+async def usage(request: Request, address: Address) -> Response:
     """Tokens read from the cache, written and computed, and budgets; a tenant sees its own. With `prices`, also what
     they cost (`cost`), how much less than without a cache (`saved`), and after how many reads a written token has paid
     for itself (`break_even_reads`).
@@ -108,13 +108,14 @@ async def usage(request: Request, address: Front) -> Response:
 
 
 @router.get("/health", tags=["operations"])
-async def health(request: Request, address: Front) -> Response:
+async def health(request: Request) -> Response:
     """200 once the router has known every replica's cache, so that requests can be answered; of any model.
 
     For operators it also reports each of several models, why a ``user_config`` is not in force, and replicas and
     ingresses of a release whose messages this one does not read (`other_versions`, by name), and work in the background
     that failed within the last minute and was begun anew (`failing`: by its name, the kind of its last error).
     """
+    address: Address = request.app.state.address
     ready, stopping = any(map(address.ready, address.models.values())), address.drain.stopping
     status = "stopping" if stopping else "ok" if ready else "starting"
     replicas = {name: len(model.core.replica_ids) for name, model in address.models.items()}
@@ -143,28 +144,28 @@ def _is_operator(request: Request, address: Address) -> bool:
 
 @router.post("/ping", include_in_schema=False)
 @router.get("/ping", tags=["operations"])
-async def ping(request: Request, address: Front) -> Response:
+async def ping(request: Request) -> Response:
     """The status of ``/health``, without a body (vLLM's path)."""
-    return Response(status_code=(await health(request, address)).status_code)
+    return Response(status_code=(await health(request)).status_code)
 
 
 @router.get("/load", tags=["operations"])
 @guarded("load")
-async def load(request: Request, address: Front) -> Response:
+async def load(request: Request, address: Address) -> Response:
     """How many requests wait and answers are generated through this ingress; a tenant sees its own (vLLM's path)."""
     viewer = address.guard.viewer(request)
     return json_response({"server_load": sum(model.front_door.load(viewer) for model in address.models.values())})
 
 
 @router.get("/version", tags=["operations"])
-async def version() -> Response:
+async def version(request: Request) -> Response:
     """The version of warmpath (vLLM's path)."""
     return json_response({"version": __version__})
 
 
 @router.get("/metrics", tags=["operations"])
 @guarded("metrics")
-async def metrics(request: Request, address: Front) -> Response:
+async def metrics(request: Request, address: Address) -> Response:
     """The metrics of the whole app in Prometheus' text format: every ingress and every replica."""
     if not address.config.metrics_public:
         address.guard.require_operator(request)
@@ -178,14 +179,14 @@ async def metrics(request: Request, address: Front) -> Response:
 
 @router.get("/v1/cache/state", tags=["operations"])
 @guarded("cache_state", operator=True)
-async def cache_state(request: Request, address: Front) -> Response:
+async def cache_state(request: Request, address: Address) -> Response:
     """The content of the caches, as this ingress' router sees it."""
     return json_response(await documents.cache_state(address.of_query(request)))
 
 
 @router.get("/v1/cache/sessions", tags=["operations"])
 @guarded("cache_sessions")
-async def sessions(request: Request, address: Front) -> Response:
+async def sessions(request: Request, address: Address) -> Response:
     """The most recently used sessions of all replicas; a tenant sees its own, and operators those of `?tenant=`."""
     if address.guard.sees_all(request):
         tenant = request.query_params.get("tenant")
@@ -197,7 +198,7 @@ async def sessions(request: Request, address: Front) -> Response:
 
 @router.delete("/v1/sessions/{session}", tags=["operations"])
 @guarded("close_session")
-async def close_session(request: Request, address: Front, session: str) -> Response:
+async def close_session(request: Request, address: Address, session: str) -> Response:
     """End one of the caller's sessions: its place is free, and what it alone used is evicted first.
 
     `session`: the client's name for it, as in its header or field. `replicas`: how many had it. One whose request runs
@@ -210,7 +211,7 @@ async def close_session(request: Request, address: Front, session: str) -> Respo
 
 @router.post("/v1/cache/explain", tags=["operations"], **takes(ExplainBody))
 @guarded("cache_explain", operator=True)
-async def explain(request: Request, address: Front) -> Response:
+async def explain(request: Request, address: Address) -> Response:
     """The replica that a request would go to now, and why; nothing is sent, reserved or counted.
 
     `refusal` and `wait`: the reason for which the ingress would refuse it or let it wait, or null. `notes`: a line for
@@ -222,7 +223,7 @@ async def explain(request: Request, address: Front) -> Response:
 
 @router.post("/reset_prefix_cache", tags=["operations"])
 @guarded("reset_prefix_cache", operator=True)
-async def reset_prefix_cache(request: Request, address: Front) -> Response:
+async def reset_prefix_cache(request: Request, address: Address) -> Response:
     """Drop every unused cached block on every replica, of one model or all (vLLM's path)."""
     models = [address.of_query(request)] if "model" in request.query_params else [*address.models.values()]
     complete = True

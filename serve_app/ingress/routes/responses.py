@@ -12,10 +12,11 @@ from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.api.openai.responses.response import ReplayQuery, complete, replayed
 from serve_app.api.openai.tokens import InputTokensBody, parse_input_tokens
 from serve_app.errors import NotFound
+from serve_app.ingress.address import Address
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.entrance import generate, tokens
 from serve_app.ingress.http import json_response
-from serve_app.ingress.routes.handler import Front, guarded, takes, warnings
+from serve_app.ingress.routes.handler import guarded, takes, warnings
 from serve_app.stored.responses import Document
 
 router = APIRouter()
@@ -23,7 +24,7 @@ router = APIRouter()
 
 @router.post("/v1/responses", tags=["generation"], **takes(ResponsesBody))
 @guarded("responses")
-async def responses(request: Request, address: Front) -> Response:
+async def responses(request: Request, address: Address) -> Response:
     """OpenAI's responses; stored by default, unless the request or the settings turn that off."""
     tenant = address.guard.tenant(request)
     read = functools.partial(ResponsesBody.parse, model=address.default_model(request, tenant))
@@ -33,7 +34,7 @@ async def responses(request: Request, address: Front) -> Response:
 
 @router.post("/v1/responses/input_tokens", tags=["generation"], **takes(InputTokensBody))
 @guarded("input_tokens")
-async def input_tokens(request: Request, address: Front) -> Response:
+async def input_tokens(request: Request, address: Address) -> Response:
     """The number of tokens in a response's prompt, without generating."""
     tenant = address.guard.tenant(request)
     read = functools.partial(parse_input_tokens, model=address.default_model(request, tenant))
@@ -44,7 +45,7 @@ async def input_tokens(request: Request, address: Front) -> Response:
 
 @router.get("/v1/responses/{response_id}", tags=["generation"])
 @guarded("stored_responses")
-async def stored_response(request: Request, address: Front, response_id: str) -> Response:
+async def stored_response(request: Request, address: Address, response_id: str) -> Response:
     """A stored response. Query: `stream` (true: as events, each text in one), `starting_after` (an event's number)."""
     asked = ReplayQuery.checked(dict(request.query_params))
     response = complete((await _found(request, address, response_id)).response)
@@ -55,14 +56,14 @@ async def stored_response(request: Request, address: Front, response_id: str) ->
 
 @router.get("/v1/responses/{response_id}/input_items", tags=["generation"])
 @guarded("stored_responses")
-async def input_items(request: Request, address: Front, response_id: str) -> Response:
+async def input_items(request: Request, address: Address, response_id: str) -> Response:
     """The input items of a stored response, including its whole conversation; `after`, `limit`, `order`."""
     return json_response(item_page((await _found(request, address, response_id)).input, request.query_params))
 
 
 @router.delete("/v1/responses/{response_id}", tags=["generation"])
 @guarded("stored_responses")
-async def delete_response(request: Request, address: Front, response_id: str) -> Response:
+async def delete_response(request: Request, address: Address, response_id: str) -> Response:
     """Delete a stored response; responses that continue it keep their conversations."""
     tenant = address.guard.tenant(request).name
     if address.stored is None or not await address.stored.delete(tenant, response_id):
@@ -70,7 +71,7 @@ async def delete_response(request: Request, address: Front, response_id: str) ->
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-async def _found(request: Request, address: Front, response_id: str) -> Document:
+async def _found(request: Request, address: Address, response_id: str) -> Document:
     """Return a response of the caller's tenant. Raises NotFound."""
     tenant = address.guard.tenant(request).name
     found = await address.stored.get(tenant, response_id) if address.stored is not None else None

@@ -5,9 +5,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.errors import InvalidRequest, PermissionDenied
+from serve_app.ingress.address import Address
 from serve_app.ingress.documents import tenant_requests, tenant_table
 from serve_app.ingress.http import json_response
-from serve_app.ingress.routes.handler import Front, guarded
+from serve_app.ingress.routes.handler import guarded
 from serve_app.live.tally import WINDOWS_S
 
 router = APIRouter(tags=["operations"])
@@ -15,7 +16,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/v1/tenants/stats")
 @guarded("tenants_stats")
-async def stats(request: Request, address: Front) -> Response:
+async def stats(request: Request, address: Address) -> Response:
     """The table of tenants over all ingresses and models, those with the most requests first; a tenant sees its row.
 
     Query: `window_s` (60, 300 or 900; default: 60): the time up to now that is counted, in whole tens of seconds.
@@ -41,7 +42,7 @@ async def stats(request: Request, address: Front) -> Response:
 
 @router.get("/v1/tenants/{tenant}/requests")
 @guarded("tenants_requests")
-async def requests(request: Request, address: Front, tenant: str) -> Response:
+async def requests(request: Request, address: Address, tenant: str) -> Response:
     """A tenant's latest 64 requests, newest first: a `decision` of each first token, and a `refusal` by a limit, as in
     `/v1/cache/events`. A tenant asks for itself alone.
     """

@@ -12,9 +12,10 @@ from serve_app.api.openai.tokens import (
     tokens_body,
 )
 from serve_app.api.request import GenerateRequest
+from serve_app.ingress.address import Address
 from serve_app.ingress.entrance import text_of, tokens
 from serve_app.ingress.http import json_response
-from serve_app.ingress.routes.handler import Front, guarded, takes, warnings
+from serve_app.ingress.routes.handler import guarded, takes, warnings
 
 router = APIRouter(tags=["tokens"])
 
@@ -24,7 +25,7 @@ INLINE_TOKENS = 4096
 
 @router.post("/tokenize", **takes(TokenizeBody, TokenizeChatBody))
 @guarded("tokenize")
-async def tokenize(request: Request, address: Front) -> Response:
+async def tokenize(request: Request, address: Address) -> Response:
     """The tokens of a text, or of a chat's prompt (vLLM's path)."""
     tenant, workers, with_names = address.guard.tenant(request), address.workers, False
     default = address.default_model(request, tenant)
@@ -48,6 +49,6 @@ async def tokenize(request: Request, address: Front) -> Response:
 
 @router.post("/detokenize", **takes(DetokenizeBody))
 @guarded("detokenize")
-async def detokenize(request: Request, address: Front) -> Response:
+async def detokenize(request: Request, address: Address) -> Response:
     """The text of tokens, special ones included (vLLM's path)."""
     return json_response({"prompt": await text_of(address, request, address.guard.tenant(request))})

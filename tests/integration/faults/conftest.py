@@ -71,7 +71,8 @@ class Second:
 def second(flags: Sequence[str]) -> Iterator[Second]:
     """Replicas beside the first instance's, which get requests in turn, regardless of their caches."""
     with collecting() as collector:
-        more = ["--set=policy=round_robin"] + ([f"--set=otlp_endpoint={collector.url}"] if EXPORTER else [])
+        more = ["--set=policy=round_robin", "--set=max_queued_requests=16"]
+        more += [f"--set=otlp_endpoint={collector.url}"] if EXPORTER else []
         command, env = [sys.executable, "-c", _BENCHMARK, *flags, *more], {**os.environ, "NO_PROXY": "127.0.0.1"}
         root = Path(__file__).parents[3]
         with START:

@@ -29,7 +29,9 @@ def test_a_hot_prefix_is_pulled_once_and_traces_are_whole(second: Second) -> Non
         messages = [{"role": "system", "content": system}, {"role": "user", "content": f"Question {number}"}]
         body = {"model": "demo", "temperature": 0, "max_tokens": 6, "messages": messages}
         parent = {"traceparent": f"00-{number + 1:032x}-{number + 1:016x}-01"}
-        answer = HTTP.post(second.url + CHAT, json=body, headers=parent).raise_for_status().json()
+        got = HTTP.post(second.url + CHAT, json=body, headers=parent)
+        assert got.status_code == 200, got.text
+        answer = got.json()
         if not number:
             wait_until_cached(second.url, body, PREFIX_TOKENS - 16)
         return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])

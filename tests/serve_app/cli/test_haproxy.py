@@ -243,6 +243,25 @@ def test_errors_of_haproxy_and_of_rays_proxy_have_the_apis_shape(port: int, path
     assert_apis_error(headers, body)
 
 
+def test_an_ingress_is_reached_by_the_socket_beside_its_port(tmp_path: Path) -> None:
+    """Only one of this machine that has one: another machine's port may have the same number."""
+    bounds = PortBounds()
+    wrapper = write_wrapper(tmp_path, binary="/bin/true", stats=1, metrics=2, bounds=bounds)
+    config = tmp_path / "haproxy.cfg"
+    lines = ["server a 127.0.0.1:20001 check", "server b 10.0.0.1:20001 check", "server c 127.0.0.1:20002 check backup"]
+    config.write_text("backend x\n" + "".join(f"    {line}\n" for line in lines))
+    folder = tmp_path / "sockets"
+    (folder / "20002.sock").write_text("no socket")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(folder / "20001.sock"))
+        for _ in range(2):
+            subprocess.run([wrapper, "-db", "-f", config], check=True)
+            text = config.read_text()
+            assert f"    server a unix@{folder}/20001.sock check\n" in text
+            assert lines[1] in text and lines[2] in text
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_the_wrapper_changes_a_configuration_once(port: int, run_dir: Path) -> None:
     """Ray opens its pages to everybody, and may start HAProxy again with the same file. (docs: isolation)"""
     config = run_dir / "haproxy.cfg"

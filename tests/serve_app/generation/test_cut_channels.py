@@ -98,7 +98,8 @@ async def cabled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeHan
     monkeypatch.setattr(ByCable, "senders", senders, raising=False)
     # A call given up too early costs an attempt, but no answer, so the speed of this machine changes nothing.
     monkeypatch.setattr(generation_call, "LATE_S", 0.1)
-    monkeypatch.setattr(dispatch, "MAX_ATTEMPTS", 10**6)
+    monkeypatch.setattr(dispatch, "AT_ONCE_S", 0.0)
+    monkeypatch.setattr(dispatch, "MOST_LOSSES", 10**6)
     try:
         yield handle, cable
     finally:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
@@ -20,7 +21,7 @@ from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, TokenLogprob, request_of_wire, to_wire
 from serve_app.errors import ContextLengthExceeded, GenerationFailed, InvalidRequest, Overloaded
-from serve_app.generation.dispatch import MAX_ATTEMPTS
+from serve_app.generation.dispatch import MAX_ATTEMPTS, MOST_LOSSES
 from tests.harness.crashes.calls import MOST_BREAKS, CallCrashes, break_calls
 from tests.harness.crashes.engines import call_crashes
 from tests.harness.crashes.questions import Broken, Questions, Reply
@@ -172,6 +173,24 @@ def test_when_all_replicas_are_lost_the_client_is_told_to_come_back(chunks: Chun
     assert len(handle.calls) == MAX_ATTEMPTS
     assert len(handle.after_first_token) == MAX_ATTEMPTS - 1
     assert len(set(handle.calls[-1].avoid)) == MAX_ATTEMPTS - 1
+
+
+@pytest.mark.parametrize(("apart_s", "attempts"), [(19.0, MAX_ATTEMPTS), (21.0, MOST_LOSSES)])
+def test_losses_long_apart_are_no_outage(apart_s: float, attempts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long wait or answer may meet four deaths, also where machines are taken away now and then; ten end it."""
+    now_s = time.perf_counter()
+
+    async def dies(call: EngineRequest, replica: str) -> Any:
+        nonlocal now_s
+        now_s += apart_s
+        raise ActorDiedError
+        yield
+
+    monkeypatch.setattr("serve_app.generation.dispatch.time.perf_counter", lambda: now_s)
+    handle = FakeHandle(dies, replicas=[f"r{number}" for number in range(2 * MOST_LOSSES)])
+    with pytest.raises(Overloaded):
+        run(handle)
+    assert len(handle.calls) == attempts
 
 
 def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from ray.serve._private.utils import call_function_from_import_path
 
 from serve_app.ingress import connections
 from serve_app.ingress.connections import ADDRESS_BOUND, CLIENT_HEADERS, AddressBounds
+from serve_app.ingress.local_socket import SOCKETS, socket_of
+from tests.harness.eventually import eventually
 
 PATIENCE_S = 60.0
 LONG = 64 << 20
@@ -26,7 +29,8 @@ WAITING = 300
 class Door:
     """A server with an application that answers after ``go``; ``left``: whether a long answer broke off."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Path | None) -> None:
+        self.beside = beside
         self.go = threading.Event()
         self.left = threading.Event()
         self.stands = threading.Event()
@@ -56,7 +60,12 @@ class Door:
 
     def connected(self) -> HTTPConnection:
         connection = HTTPConnection("127.0.0.1", self.port, PATIENCE_S)
-        connection.connect()
+        if self.beside is None:
+            connection.connect()
+            return connection
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(PATIENCE_S)
+        connection.sock.connect(str(socket_of(str(self.beside), self.port)))
         return connection
 
     def asked(self, path: str = "/", headers: dict[str, str] | None = None) -> HTTPResponse:
@@ -65,18 +74,27 @@ class Door:
         return connection.getresponse()
 
 
+@pytest.fixture
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for sockets beside ports, for this test alone."""
+    monkeypatch.setenv(SOCKETS, str(tmp_path))
+    monkeypatch.setattr(uvicorn.Server, "serve", uvicorn.Server.serve)
+    return tmp_path
+
+
 @contextmanager
-def opened(http: str, loop: str = "auto") -> Iterator[Door]:
-    door = Door()
+def opened(http: str, loop: str = "auto", beside: Path | None = None, port: int = 0) -> Iterator[Door]:
+    door = Door(beside)
     app = _apply_middlewares(door.application, call_function_from_import_path(CLIENT_HEADERS))
     config = uvicorn.Config(lambda: app, factory=True, port=0, lifespan="off", log_config=None, http=http, loop=loop)  # type: ignore[arg-type]
     server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with socket.create_server(("127.0.0.1", port)) as listening:
         door.port = listening.getsockname()[1]
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
-            door.asked().read()  # the guard begins with a first request
+            # The guard begins with a first request.
+            eventually(lambda: door.asked().read() == b"whole", PATIENCE_S, failures=(OSError,))
             yield door
         finally:
             door.go.set()
@@ -84,12 +102,13 @@ def opened(http: str, loop: str = "auto") -> Iterator[Door]:
             thread.join(PATIENCE_S)
 
 
-@pytest.fixture(params=["httptools", "h11"])
+@pytest.fixture(params=["httptools", "h11", "socket"])
 def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     for name, value in {"LOOK_S": 0.05, "HEADER_TIMEOUT_S": 0.5, "STALL_TIMEOUT_S": 0.5}.items():
         monkeypatch.setattr(connections, name, value)
     monkeypatch.setenv(ADDRESS_BOUND, "3")
-    with opened(request.param) as made:
+    beside = request.getfixturevalue("sockets") if request.param == "socket" else None
+    with opened(request.param if beside is None else "httptools", beside=beside) as made:
         yield made
 
 
@@ -187,9 +206,10 @@ def test_connections_without_a_request_make_room(door: Door, monkeypatch: pytest
         assert busy.getresponse().read() == b"whole"
 
 
-def test_who_waited_while_the_loop_was_busy_is_accepted_at_once() -> None:
+@pytest.mark.parametrize("place", ["port", "socket"])
+def test_who_waited_while_the_loop_was_busy_is_accepted_at_once(place: str, sockets: Path) -> None:
     """uvloop accepts one connection a round; rounds are long when the loop is busy."""
-    with opened("httptools", "uvloop") as door, ExitStack() as ending:
+    with opened("httptools", "uvloop", sockets if place == "socket" else None) as door, ExitStack() as ending:
         standing = ending.enter_context(closing(door.connected()))
         standing.request("GET", "/stand")
         assert door.stands.wait(PATIENCE_S)
@@ -199,6 +219,28 @@ def test_who_waited_while_the_loop_was_busy_is_accepted_at_once() -> None:
         door.go.set()
         assert all(connection.getresponse().read() == b"whole" for connection in asked)
         assert 0 < door.rounds < WAITING // 2, "a round for each"
+
+
+def test_a_socket_of_a_dead_process_is_replaced(sockets: Path) -> None:
+    """Its port is another process' now; both ways lead to that one."""
+    with opened("httptools", beside=sockets) as door:
+        path = socket_of(str(sockets), door.port)
+        assert path.is_socket() and door.asked().read() == b"whole"
+        door.beside = None
+        assert door.asked().read() == b"whole"
+    assert path.is_socket(), "as a process leaves it that was killed"
+    with opened("httptools", beside=sockets, port=door.port) as another:
+        assert another.asked().read() == b"whole"
+
+
+def test_a_path_too_long_is_left_out(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port alone is listened on."""
+    far = sockets / ("x" * 100)
+    far.mkdir()
+    monkeypatch.setenv(SOCKETS, str(far))
+    with opened("httptools") as door:
+        assert door.asked().read() == b"whole"
+    assert not any(far.iterdir())
 
 
 def test_a_server_that_was_busy_for_long_cuts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,11 @@ import pytest
 from msgspec import structs
 
 from router.protocol.block_hash import TokenArray, hash_blocks
+from router.protocol.events import StatsReport
 from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
-from serve_app.replica.session_gate import SessionGate
+from serve_app.replica.session_gate import LOOK_S, SessionGate
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import Collector, prompt, request, sample
 from tests.serve_app.sessions.test_sessions import Clock
@@ -85,6 +86,24 @@ async def test_a_context_waits_while_another_session_is_about_to_return(bench: B
     await bench.ended("b")
     assert bench.engine.load().waiting_sequences == 0
     assert bench.figure("warmpath_wait_seconds_sum", place="session") == 5.0 + PAUSE_S
+
+
+async def test_none_waits_for_a_pool_that_is_unknown(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of others tells its size once it is found, after its gate begins."""
+    config = AppConfig(engine="remote", workers=["http://127.0.0.1:1"], session_wait_s=1000.0)
+    with monkeypatch.context() as unknown:
+        unknown.setattr(bench.engine, "stats", lambda: StatsReport(()))
+        bench.gate = SessionGate(bench.engine, config, clock=bench.clock)
+        for name in ("a", "b"):
+            assert not bench.submit(name, other(ord(name)), name)
+    for name in ("a", "b"):
+        await bench.ended(name)
+    bench.clock.now_s = LOOK_S
+    assert not bench.submit("c", other(1), "c")
+    await bench.ended("c")
+    assert bench.submit("d", other(2), "d")
+    assert bench.gate.close("default", ["c"]) == 1
+    await bench.ended("d")
 
 
 async def test_a_first_token_lets_it_start_in_time(bench: Bench) -> None:

@@ -12,13 +12,13 @@ from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, QueryParams
 from starlette.routing import Route
 
 from serve_app.api.json_body import JsonBody
-from serve_app.ingress.routes.application import ROUTERS
+from serve_app.ingress.routes.application import ROUTES
 from serve_app.ingress.routes.handler import BODIES
 from tests.serve_app.api.test_sdk_types import PLACES
 from tests.serve_app.tool_templates.families import WEATHER
@@ -149,19 +149,20 @@ class Door(NamedTuple):
         )
 
 
-def doors_of(application: FastAPI) -> list[Door]:
+def doors_of(application: Starlette) -> list[Door]:
     """Return every door; a form of files is the body ``form``."""
+    contents = {
+        (method, route.path): ((route.openapi_extra or {}).get("requestBody") or {}).get("content", {})
+        for route in ROUTES
+        for method in route.methods or ()
+    }
     found = []
-    # FastAPI keeps the routes of a router that it includes in that router.
-    routes = [route for router in (*ROUTERS, application) for route in router.routes]
-    for route in routes:
-        if not isinstance(route, Route):
-            continue
-        content = ((getattr(route, "openapi_extra", None) or {}).get("requestBody") or {}).get("content", {})
-        bodies = tuple(re.findall(r"/schemas/(\w+)", json.dumps(content)))
-        if "multipart/form-data" in content:
-            bodies = ("form",)
-        found += [Door(method, route.path, bodies) for method in sorted(route.methods or ())]
+    for route in application.routes:
+        if isinstance(route, Route):
+            for method in sorted(route.methods or ()):
+                content = contents.get((method, route.path), {})
+                bodies = tuple(re.findall(r"/schemas/(\w+)", json.dumps(content)))
+                found.append(Door(method, route.path, ("form",) if "multipart/form-data" in content else bodies))
     return found
 
 

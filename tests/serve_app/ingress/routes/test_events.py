@@ -1,5 +1,6 @@
 """GET /v1/cache/events over a real socket: each viewer's events, and the end of a stream. The page's files."""
 
+import asyncio
 import json
 import posixpath
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.exceptions import HTTPException
+from starlette.types import Message
 
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
@@ -100,6 +102,29 @@ def test_a_stream_has_retry_ids_heartbeats_and_each_viewers_part(stage: Stage) -
     while not stage.call(lambda: is_idle(stage.live)):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
+
+
+def test_a_client_that_is_gone_before_its_stream_begins_leaves_nothing(stage: Stage) -> None:
+    """Its departure is told at the same moment as the failure to send."""
+
+    async def gone() -> list[Any]:
+        loop, complaints = asyncio.get_running_loop(), list[Any]()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+
+        async def receive() -> Message:
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            raise OSError("gone")
+
+        answer = route.LiveEventStream(stage.live, "a", await stage.live.watch("a"), lambda: True)
+        await answer({"type": "http"}, receive, send)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        loop.set_exception_handler(None)
+        return complaints
+
+    assert stage.call(gone) == [] and stage.call(lambda: is_idle(stage.live))
 
 
 def test_once_is_the_snapshot_alone(stage: Stage) -> None:
