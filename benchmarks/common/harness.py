@@ -172,7 +172,7 @@ def rows_of(
         try:
             rows[name] = measure(name)
         except failures as error:
-            rows[name] = {"not_measured": str(error)}
+            rows[name] = {"not_measured": str(error) or type(error).__name__}
         note(f"{name}: {json.dumps(rows[name])}")  # in case a later one fails
     return rows
 
@@ -217,7 +217,7 @@ def apart(
             stderr=subprocess.PIPE if quiet else None, text=True, cwd=ROOT, timeout=timeout_s, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return {"not_measured": str(error)}
+        return {"not_measured": str(error) or type(error).__name__}
     if done.returncode:
         lines = (done.stderr or "").strip().splitlines()
         return {"not_measured": lines[-1] if lines else f"its process ended with status {done.returncode}"}

@@ -1,7 +1,9 @@
-"""The cost of a streamed token and a request outside the model: CPU time of each kind of process, from the kernel.
+"""The cost of a streamed token and a request outside the model: CPU time and wake-ups of each kind of process.
+
+Both are the kernel's counts. A wake-up is a thread that waited and runs again (a voluntary switch).
 
 The engine is simulated. ``--models`` also measures the same settings as an entry of `models`, in turns;
-``--vllm-python`` also measures `vllm serve` in that environment, on CPUs.
+``--vllm-python`` also measures `vllm serve` in that environment, on CPUs, with each of its front doors.
 """
 
 import asyncio
@@ -11,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -27,32 +29,59 @@ from serve_app.replay.client import RequestFailed, TimedAnswer, chat_body, strea
 KINDS = (
     ("ingress", r"ServeReplica:.*:Ingress"),
     ("replica", r"ServeReplica:.*:Replica"),
+    ("ray: controller", r"ServeController"),
+    ("ray: proxies", r"ProxyActor|HAProxyManager"),
+    ("ray: gcs", r"gcs_server"),
+    ("ray: raylet", r"raylet/raylet"),
+    ("ray: agents", r"DashboardAgent|RuntimeEnvAgent|log_monitor|dashboard\.py|monitor\.py"),
     ("haproxy", r"haproxy"),
-    ("engine core", r"EngineCore"),
-    ("api server", r"api_server"),
+    ("engine core", r"VLLM::(EngineCore|Worker)"),
+    ("api server", r"VLLM::APIServer|vllm\.entrypoints|vllm-rs"),
 )
-"""Kinds of processes by command line; all others are "other"."""
+"""Kinds of processes by command line, the first that fits; all others are "other"."""
 
 OURS = {"warmpath": [], "models": ["--set", "models=[{}]"]}
 """Our systems, each with its flags."""
+VLLM = {"vllm serve": {}, "vllm serve, Rust": {"VLLM_USE_RUST_FRONTEND": "1"}}
+"""vLLM's front doors, each with its environment; its CPU packages have no Rust one (`VLLM_RUST_FRONTEND_PATH`)."""
+
+UNITS = ("us_a_token", "ms_a_request")
 
 SYSTEM_TOKENS, QUESTION_TOKENS, LONG_TOKENS = 200, 50, 4500
 
 
-def cpu_s(mark: str) -> Counter[str]:
-    """Return the user and system seconds of the marked processes, by kind."""
-    used: Counter[str] = Counter()
+class Used(NamedTuple):
+    """User and system seconds, and wake-ups, of the marked processes, by kind."""
+
+    cpu_s: Counter[str]
+    wakeups: Counter[str]
+
+
+def used_so_far(mark: str) -> Used:
+    """Return what the marked processes have used."""
+    used = Used(Counter(), Counter())
     for process, command in marked_processes(mark):
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess, OSError):
             times = process.cpu_times()
             kind = next((kind for kind, pattern in KINDS if re.search(pattern, command)), "other")
-            used[kind] += times.user + times.system
+            used.cpu_s[kind] += times.user + times.system
+            used.wakeups[kind] += wakeups(process.pid)
     return used
 
 
-def cpu_used_s(mark: str, before: Counter[str]) -> dict[str, float]:
-    """Return the seconds since ``before``, a result of ``cpu_s``, by kind; a kind that used none has 0."""
-    return {kind: seconds - before[kind] for kind, seconds in sorted(cpu_s(mark).items())}
+def wakeups(pid: int) -> int:
+    """Return how often a process' threads have waited and run again."""
+    count = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has ended
+            found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (thread / "status").read_text(), re.M)
+            count += int(found[1]) if found else 0
+    return count
+
+
+def since(before: Counter[str], now: Counter[str], factor: float) -> dict[str, float]:
+    """Return the difference by kind, times ``factor``; a kind without use has 0."""
+    return {kind: factor * (count - before[kind]) for kind, count in sorted(now.items())}
 
 
 @contextmanager
@@ -66,7 +95,7 @@ def measured(system: str, options: Options) -> Iterator[tuple[str, str]]:
             yield url, mark
         return
     flags = ["--dtype", "float32", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 30), "--enforce-eager"]
-    python, env = str(options.vllm_python), {MARK: mark, **CPU_ENVIRONMENT}
+    python, env = str(options.vllm_python), {MARK: mark, **CPU_ENVIRONMENT, **VLLM[system]}
     with vllm_server(resolve_model(options.model), options.model, flags, env, python) as url:
         yield url, mark
 
@@ -87,13 +116,16 @@ async def measure(url: str, mark: str, options: Options, run: int) -> dict[str, 
                     body = chat_body(options.model, max_tokens, text, system)
                     return await stream_chat(client, url, {**body, "ignore_eos": True})
 
-            before = cpu_s(mark)
+            before = used_so_far(mark)
             answers = await asyncio.gather(*map(ask, texts))
-            used = cpu_used_s(mark, before)
+            used = used_so_far(mark)
             tokens = sum(answer.completion_tokens for answer in answers)
-            unit, factor = ("us_a_token", 1e6 / tokens) if max_tokens > 1 else ("ms_a_request", 1e3 / len(texts))
-            ttft_ms = 1e3 * percentile([answer.ttft_s for answer in answers], 50)
-            return {unit: {kind: factor * seconds for kind, seconds in used.items()}, "ttft_ms_p50": ttft_ms}
+            unit, scale, count = (UNITS[0], 1e6, tokens) if max_tokens > 1 else (UNITS[1], 1e3, len(texts))
+            return {
+                unit: since(before.cpu_s, used.cpu_s, scale / count),
+                "wakeups": since(before.wakeups, used.wakeups, 1 / count),
+                "ttft_ms_p50": 1e3 * percentile([answer.ttft_s for answer in answers], 50),
+            }
 
         def questions(count: int, tokens: int, first: int) -> list[str]:
             return [text_of(tokens, model, 100_000 * run + first + number) for number in range(count)]
@@ -128,7 +160,7 @@ def run(options: Options) -> Findings:
     results: dict[str, Any] = measured_in_turns(systems, options)
     if options.vllm_python:
         failures = (BenchmarkError, RequestFailed, httpx.HTTPError)  # ours is measured already, and stays
-        results |= rows_of(["vllm serve"], lambda name: measured_in_turns([name], options)[name], failures)
+        results |= rows_of(list(VLLM), lambda name: measured_in_turns([name], options)[name], failures)
     ours = results["warmpath"]["spread"]
     token, short = ours["streamed"]["us_a_token"], ours["short_warm"]["ms_a_request"]
     summary = (
@@ -144,7 +176,20 @@ def run(options: Options) -> Findings:
         }
         rows = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
         summary += f" As an entry of `models`, CPU over that of settings without (medians of turns): {rows}."
+    for name in VLLM:
+        if "spread" in results.get(name, ()):
+            theirs = results[name]["runs"]
+            shown = [f"{row} {_ratio(results['warmpath']['runs'], theirs, row)}" for row in ("streamed", "short_warm")]
+            summary += f" CPU of all processes over that of {name} without its engine core: {', '.join(shown)}."
     return Findings(results, summary, more={"simulated": True})
+
+
+def _ratio(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], row: str) -> str:
+    """Return the ratio of the medians, and of the extremes. Our engine is simulated, so theirs does not count."""
+    mine = sorted(_total(run, row) for run in ours)
+    other = sorted(_total(run, row, "engine core") for run in theirs)
+    middle = percentile(mine, 50) / percentile(other, 50)
+    return f"{middle:.2f} ({mine[0] / other[-1]:.2f} to {mine[-1] / other[0]:.2f})"
 
 
 def measured_in_turns(systems: Sequence[str], options: Options) -> dict[str, dict[str, Any]]:
@@ -164,10 +209,10 @@ def _pairs(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, 
     yield from zip(results["models"]["runs"], results["warmpath"]["runs"], strict=True)
 
 
-def _total(run: dict[str, Any], name: str) -> float:
-    """Return the CPU of all processes for one token or request."""
-    (cpu,) = (figure for figure in run[name].values() if isinstance(figure, dict))
-    return float(sum(cpu.values()))
+def _total(run: dict[str, Any], name: str, without: str = "") -> float:
+    """Return the CPU of all processes for one token or request, but for one kind."""
+    used = next(run[name][unit] for unit in UNITS if unit in run[name])
+    return float(sum(cpu for kind, cpu in used.items() if kind != without))
 
 
 def _figure(values: dict[str, float], digits: int = 0) -> str:

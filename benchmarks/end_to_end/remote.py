@@ -1,7 +1,8 @@
 """Before the same two plain `vllm serve`: hit rate and TTFT of warmpath, power of two and smg, and the time added.
 
 Needs vLLM in ``--vllm-python``, and for smg its command (`pip install smg`). Each system gets prompts of its own. The
-time added is that of a warm request alone: one client asks the first server, warmpath and smg in turns.
+time added is that of a request alone, before a server without a model: one client asks it, warmpath and smg in turns.
+vLLM itself would add its workers on CPUs, which look for work for a second after each request.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from benchmarks.common.server import instance
 from benchmarks.end_to_end.affinity import measure
 from benchmarks.peers.smg import smg_server
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
+from benchmarks.peers.without_model import server_without_model
 from serve_app.checkpoints.sources import resolve_model
 from serve_app.cli.local_ray import held_port
 from serve_app.config.workers import worker_of
@@ -37,19 +39,20 @@ WARMING = 20
     __doc__,
     flag("vllm-python", ".venv-vllm/bin/python"),
     flag("smg", None, "smg's command; without it, smg is not measured", type=Path),
-    names_flag("systems", SYSTEMS),
+    names_flag("systems", SYSTEMS, ",".join(SYSTEMS), f"of {', '.join(SYSTEMS)}; empty: the time added alone"),
     flag("runs", 5),
     flag("prompts", 24),
     flag("prompt-tokens", 800),
     flag("working-set", 0.6, "the prompts' share of both pools together"),
     flag("rounds", 5),
     flag("clients", 4),
-    flag("alone", 200, "warm requests of one token, for the time added"),
+    flag("alone", 1000, "requests of one token, for the time added; 0: not measured"),
     model="demo",
 )
 def run(options: Options) -> Findings:
     """Start the servers once, and run each system before them."""
     options.engine = "vllm"
+    results: dict[str, Any] = {}
     with workers(options) as entries:
 
         def row(system: str) -> dict[str, Any]:
@@ -60,9 +63,9 @@ def run(options: Options) -> Findings:
                 ]
                 return figures(runs) | (predictions(url) if system == "warmpath" else {})
 
-        results: dict[str, Any] = rows_of(options.systems, row)
-        if options.alone:
-            results["alone"] = alone(entries, options)
+        results |= rows_of(options.systems, row)
+    if options.alone:
+        results["alone"] = alone(options)
     return Findings(results, summary(results))
 
 
@@ -81,7 +84,9 @@ def summary(results: dict[str, Any]) -> str:
         more += f" Predictions right: {results['warmpath']['right']:.2%}."
     if added := results.get("alone"):
         times = ", ".join(f"{name} {row['added_ms']:.1f} ms" for name, row in added.items() if name != "server")
-        more += f" Added to a warm request alone: {times}."
+        more += f" Added to a request alone, before a server without a model (medians): {times}."
+    if not measured:
+        return more.strip()
     return f"Hit rate and mean TTFT of repeated prompts (medians of the runs, least and most). {rows}.{more}"
 
 
@@ -91,7 +96,7 @@ def _times(middle: float, least: float, most: float) -> str:
 
 @contextmanager
 def workers(options: Options) -> Iterator[list[str]]:
-    """Run the servers; yield them as entries of the setting `workers`."""
+    """Run the servers, if a system is measured; yield them as entries of the setting `workers`."""
     needed = options.prompts * math.ceil(options.prompt_tokens / BLOCK)
     blocks = math.ceil(needed / (options.working_set * SERVERS))
     sizes = (
@@ -99,7 +104,7 @@ def workers(options: Options) -> Iterator[list[str]]:
     )
     with ExitStack() as stack:
         entries = []
-        for _ in range(SERVERS):
+        for _ in range(SERVERS if options.systems else 0):
             events, replay = (stack.enter_context(held_port()) for _ in range(2))
             addresses = {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
             events_config = {"enable_kv_cache_events": True, "publisher": "zmq", **addresses}
@@ -140,13 +145,13 @@ def predictions(url: str) -> dict[str, float]:
     return {"predictions": right + wrong, "right": right / max(1.0, right + wrong)}
 
 
-def alone(entries: list[str], options: Options) -> dict[str, dict[str, float]]:
-    """Return the TTFT of a warm request alone at the first server and through what stands before it, in ms."""
+def alone(options: Options) -> dict[str, dict[str, float]]:
+    """Return the TTFT of a request alone at a server without a model and through what stands before it, in ms."""
     with ExitStack() as stack:
-        urls = {"server": worker_of(entries[0]).url}
+        urls = {"server": stack.enter_context(server_without_model(options.model))}
         for system in ("warmpath", "smg"):
             if system != "smg" or options.smg is not None:
-                urls[system] = stack.enter_context(front(system, entries[:1], options))
+                urls[system] = stack.enter_context(front(system, [urls["server"]], options))
         note("a client alone asks each in turns")
         times = asyncio.run(in_turns(urls, options))
     base = statistics.median(times["server"])

@@ -1,12 +1,13 @@
 """What is measured of one replica, and of `vllm serve` beside it: figures and a sentence for each row."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from time import sleep
 from typing import Any, NamedTuple
 
 from benchmarks.common.report import BenchmarkError, spread
-from benchmarks.end_to_end.front_door import cpu_s, cpu_used_s
+from benchmarks.end_to_end.front_door import since, used_so_far
 from benchmarks.gpu.clients import Clients, RequestBody, answers
 from benchmarks.gpu.shapes import Shape, text_of
 from benchmarks.gpu.systems import MODEL, Target
@@ -19,12 +20,23 @@ SYSTEM_TOKENS, QUESTION_TOKENS = 512, 32
 
 
 class Bench(NamedTuple):
-    """What every row needs. ``block_size``: tokens of a KV block."""
+    """What every row needs. ``block_size``: tokens of a KV block; ``rest_s``: between two systems."""
 
     shape: Shape
     checkpoint: Path
     clients: Clients
     block_size: int
+    rest_s: float = 0.0
+
+    def turns(self, targets: Targets) -> Iterator[tuple[str, Target]]:
+        """Yield the systems one after another; whatever one still does when it is done, it does not do to the next.
+
+        vLLM's workers on CPUs look for work in a loop for a second after the last: that would be a core less for ours.
+        """
+        for name, target in targets.items():
+            if len(targets) > 1:
+                sleep(self.rest_s)
+            yield name, target
 
     def chat(
         self, seed: object, max_tokens: int, system: str | None = None, tokens: int = QUESTION_TOKENS
@@ -54,7 +66,7 @@ def first_token(bench: Bench, targets: Targets, *, hits: bool = True) -> Measure
         cached: dict[str, list[int]] = {name: [] for name in targets}
         for run in range(-1, bench.shape.runs):  # the first one warms up
             system = bench.text(tokens, f"first {tokens} {run}")
-            for name, target in targets.items():
+            for name, target in bench.turns(targets):
                 for kind in rows[name]:
                     answer = answers(target, [bench.chat(f"{kind} {run}", 1, system)])[0]
                     cached[name] += [answer.cached_tokens] if kind == "warm_ms" else []
@@ -82,7 +94,7 @@ def decode(bench: Bench, targets: Targets, **more: Any) -> MeasuredRow:
         rates: dict[str, list[float]] = {name: [] for name in targets}
         cpu_us: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
         for run in range(bench.shape.runs):
-            for name, target in targets.items():
+            for name, target in bench.turns(targets):
                 bodies = [{**bench.chat(f"decode {streams} {run} {n}", tokens), **more} for n in range(streams)]
                 done, used_us = _with_cpu_us(target, lambda: bench.clients.answers(target, bodies))  # noqa: B023
                 rates[name].append(streams * tokens / max(answer.total_s for answer in done))
@@ -100,7 +112,7 @@ def request(bench: Bench, targets: Targets) -> MeasuredRow:
     """CPU time and TTFT of short requests with a cached system prompt, one at a time."""
     figures: RowFigures = {}
     bodies = [bench.chat(f"request {n}", 1, bench.text(SYSTEM_TOKENS, "")) for n in range(1 + 20 * bench.shape.runs)]
-    for name, target in targets.items():
+    for name, target in bench.turns(targets):
         answers(target, bodies[:1])
         done, cpu_us = _with_cpu_us(target, lambda: [answers(target, [body])[0] for body in bodies[1:]])  # noqa: B023
         figures[name] = {
@@ -120,10 +132,10 @@ def _with_cpu_us(
     target: Target, measure: Callable[[], list[TimedAnswer]]
 ) -> tuple[list[TimedAnswer], dict[str, float]]:
     """Return answers, and the CPU time of the system's kinds of processes for each of their tokens."""
-    before = cpu_s(target.mark)
+    before = used_so_far(target.mark)
     done = measure()
-    used, tokens = cpu_used_s(target.mark, before), sum(answer.completion_tokens for answer in done)
-    return done, {kind: 1e6 * seconds / tokens for kind, seconds in used.items()}
+    tokens = sum(answer.completion_tokens for answer in done)
+    return done, since(before.cpu_s, used_so_far(target.mark).cpu_s, 1e6 / tokens)
 
 
 def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:

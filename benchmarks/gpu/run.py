@@ -43,6 +43,7 @@ ROWS = (*ALONE, "routing", *TOGETHER, "built_in")
 MORE = ("drafts", "windowed")
 """Rows of one replica beside `vllm serve` that need a start of their own, and are measured if they are named."""
 START_S, ROW_S, OWN_ROW_S = 300.0, 150.0, 240.0
+CPU_ROW_S, CPU_REST_S = 400.0, 1.2
 """The most time of a start, of a row, and of one of ``MORE``, so that one that hangs leaves some for the others."""
 FAILURES = (BenchmarkError, RequestFailed, httpx.HTTPError, ClusterError)
 _ROWS_HELP = f"of {', '.join(ROWS)}, and of {', '.join(MORE)}, which start servers of their own (default: without)"
@@ -94,7 +95,8 @@ class Run:
         # Called last of all: what outlives its owner, because that was killed, ends here.
         stack.callback(end_marked, self._mark)
         checkpoint = make_checkpoint(self._shape, work / "checkpoint")
-        self._bench = Bench(self._shape, checkpoint, stack.enter_context(Clients()), self._card.block_size)
+        rest_s = 0.0 if self._card.name else CPU_REST_S
+        self._bench = Bench(self._shape, checkpoint, stack.enter_context(Clients()), self._card.block_size, rest_s)
 
     def all(self) -> None:
         """Measure the rows, and say of each that could not be measured why."""
@@ -192,10 +194,10 @@ class Run:
             raise Cut("the time (--minutes) was over")
         return Warmpath(bench.shape, self._card, self._mark, bench.checkpoint, engine, replicas, **how)
 
-    def row(self, name: str, measure: Callable[[], MeasuredRow], most_s: float = ROW_S) -> None:
+    def row(self, name: str, measure: Callable[[], MeasuredRow], most_s: float = 0.0) -> None:
         """Measure a row, if it is wanted."""
         if name in self._left:
-            with self._trying(name, most_s):
+            with self._trying(name, most_s or (ROW_S if self._card.name else CPU_ROW_S)):
                 self.report.add(name, *measure())
                 self._left.discard(name)
 
@@ -264,7 +266,7 @@ def end_marked(mark: str) -> None:
 
 @benchmark(
     __doc__,
-    flag("shape", "llama-8b", "tiny: a rehearsal, without a GPU too", choices=SHAPES),
+    flag("shape", "llama-8b", "without a GPU: tiny, a rehearsal, and cpu", choices=SHAPES),
     flag("minutes", 9.0, "for everything, starts and end included"),
     names_flag("rows", (*ROWS, *MORE), ",".join(ROWS), _ROWS_HELP),
 )
@@ -272,7 +274,7 @@ def run(options: Options) -> Findings:
     """Measure; what was started is stopped, also at SIGTERM."""
     if vllm_missing():
         raise BenchmarkError("this needs vLLM: on a CPU run .venv-vllm/bin/python -m benchmarks gpu (make venv-vllm)")
-    if options.shape != "tiny" and not find_card().name:
+    if options.shape not in ("tiny", "cpu") and not find_card().name:
         raise BenchmarkError(f"nvidia-smi names no GPU, and {options.shape} needs one; --shape tiny rehearses all rows")
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with leaving_on_sigterm(), TemporaryDirectory(dir=memory) as work, ExitStack() as stack:
