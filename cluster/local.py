@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, Self
 import msgspec
 import psutil
 
-from serve_app.cli.local_ray import answers, held_port, keep_token_private, local_environment
+from serve_app.cli.local_ray import answers, held_port, keep_token_private, local_environment, start_patiently
 from serve_app.cli.processes import adopt_orphans, end_descendants
 from serve_app.cli.supervisor import IDLE_TIMEOUT_S
 from serve_app.ray_compat import deploy_config, keep_cluster_unlisted, live_actors
@@ -245,7 +246,7 @@ def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, gpus: int,
         local_environment(Path(run_dir)),
     ):
         try:
-            raylets = _Raylets(nodes, gpus, port, run_dir)
+            raylets = start_patiently(partial(_Raylets, nodes, gpus, port, run_dir), lambda: None)
         except Exception as error:
             pipe.send((None, f"{type(error).__name__}: {error}"))
             raise

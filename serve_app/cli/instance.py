@@ -23,12 +23,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from serve_app.checkpoints.demo_model import RECIPES
 from serve_app.checkpoints.sources import SMOLLM2
 from serve_app.cli.draining import drain
-from serve_app.cli.local_ray import answers, keep_token_private, local_environment
+from serve_app.cli.local_ray import answers, keep_token_private, local_environment, start_patiently
 from serve_app.cli.processes import end_descendants
 from serve_app.cli.supervisor import Launch
 from serve_app.config.app import AppConfig, deployment_of
 from serve_app.errors import Overloaded, innermost
-from serve_app.ray_compat import NODE_TOO_SLOW
 
 APP_NAME = "warmpath"
 HEALTHY_WITHIN_S = 300.0
@@ -139,7 +138,7 @@ def _serving(settings: AppConfig, launch: Launch, console: Console) -> Iterator[
 
 
 def _start_ray(settings: AppConfig, verbose: bool, console: Console) -> Path:
-    """Start Ray on this machine, with a second try if needed; return the folder of Serve's logs."""
+    """Start Ray on this machine; return the folder of Serve's logs."""
     import ray
 
     level = logging.INFO if verbose else logging.ERROR
@@ -157,15 +156,12 @@ def _start_ray(settings: AppConfig, verbose: bool, console: Console) -> Path:
         logging_level=level,
         configure_logging=False,
     )
-    try:
-        context = init()
-    except Exception as error:
-        if NODE_TOO_SLOW not in str(error):
-            raise
+
+    def again() -> None:
         console.print("Ray did not start within its limit of 30 s (a busy machine?): trying again")
         ray.shutdown()
-        end_descendants(os.getpid())  # processes of the first try would continue otherwise
-        context = init()
+
+    context = start_patiently(init, again)
     keep_token_private()
     gpus = ray.cluster_resources().get("GPU", 0)
     needed_gpus = sum(one.first_replicas * one.replica_num_gpus for one in served)

@@ -9,14 +9,16 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 
 from serve_app.api.openai.response import openai_error
+from serve_app.cli.processes import end_descendants
 from serve_app.cli.supervisor import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RequestTimeout, WarmpathError
 from serve_app.ingress.connections import (
@@ -31,6 +33,9 @@ from serve_app.ingress.connections import (
 )
 from serve_app.ingress.http import BODY_TIMEOUT_S
 from serve_app.ingress.local_socket import SOCKETS
+from serve_app.ray_compat import NODE_TOO_SLOW
+
+T = TypeVar("T")
 
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Above the ports of `ray start`'s workers, below those of outgoing connections."""
@@ -132,6 +137,22 @@ def answers(url: str) -> bool:
     with suppress(httpx.HTTPError):
         return httpx.get(url, timeout=5, trust_env=False).status_code == 200
     return False
+
+
+def start_patiently(start: Callable[[], T], again: Callable[[], object]) -> T:
+    """Return what ``start`` returns; a node that took longer than Ray's 30 s is started anew, up to twice.
+
+    First ``again`` is called and all child processes end: those of the first try would continue.
+    """
+    for _ in range(2):
+        try:
+            return start()
+        except Exception as error:
+            if NODE_TOO_SLOW not in str(error):
+                raise
+        again()
+        end_descendants(os.getpid())
+    return start()
 
 
 def keep_token_private() -> None:

@@ -388,37 +388,6 @@ def test_saves_stay_until_a_reset_or_their_end(both: Both) -> None:
     reset(both)
 
 
-def test_a_dead_core_fails_requests_at_once_and_is_seen(both: Both) -> None:
-    """Other replicas can go on with them. The engine still ends cleanly, and leaves no process and no file."""
-    ours = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
-    assert len(ours) == 1, "the core computes itself"
-    directory = both.vllm._endpoints.directory
-    collector, kinds = Collector(), dict[str, str]()
-
-    def sink(outputs: Sequence[EngineOutput]) -> None:
-        kinds.update({output.request_id: output.error for output in outputs})
-        collector(outputs)
-
-    both.vllm.submit(request("dying", both.prompt(40, seed=77), 1500, temperature=1.0, seed=1), sink)
-    collector.wait_tokens("dying", 2, 120)
-    for child in ours:
-        if "EngineCore" in child.name():
-            child.kill()
-    collector.wait(["dying"], 120)
-    assert not both.vllm.healthy()
-    both.vllm.submit(request("next", both.prompt(40)), sink)
-    collector.wait(["next"], 120)
-    assert collector.finish == dict.fromkeys(("dying", "next"), "error")
-    assert kinds == dict.fromkeys(("dying", "next"), "unavailable")
-    both.vllm.stop()
-    both.vllm.stop()
-    with pytest.raises(EngineError):
-        both.vllm.submit(request("late", both.prompt(40)), collector)
-    _, alive = psutil.wait_procs(ours, timeout=60)
-    assert alive == []
-    assert not directory.exists()
-
-
 MOST_CALLS = 20.0
 """Of Python's functions a token, between vLLM's core and the replica: three, and a step's 115. It was 91."""
 
@@ -449,3 +418,34 @@ def _calls(both: Both, tokens: int) -> int:
         both.vllm._frontend.call(watch(None)).result()
     assert [len(ids) for ids in done.values()] == [tokens] * 8
     return calls
+
+
+def test_a_dead_core_fails_requests_at_once_and_is_seen(both: Both) -> None:
+    """Other replicas can go on with them. The engine still ends cleanly, and leaves no process and no file."""
+    ours = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+    assert len(ours) == 1, "the core computes itself"
+    directory = both.vllm._endpoints.directory
+    collector, kinds = Collector(), dict[str, str]()
+
+    def sink(outputs: Sequence[EngineOutput]) -> None:
+        kinds.update({output.request_id: output.error for output in outputs})
+        collector(outputs)
+
+    both.vllm.submit(request("dying", both.prompt(40, seed=77), 1500, temperature=1.0, seed=1), sink)
+    collector.wait_tokens("dying", 2, 120)
+    for child in ours:
+        if "EngineCore" in child.name():
+            child.kill()
+    collector.wait(["dying"], 120)
+    assert not both.vllm.healthy()
+    both.vllm.submit(request("next", both.prompt(40)), sink)
+    collector.wait(["next"], 120)
+    assert collector.finish == dict.fromkeys(("dying", "next"), "error")
+    assert kinds == dict.fromkeys(("dying", "next"), "unavailable")
+    both.vllm.stop()
+    both.vllm.stop()
+    with pytest.raises(EngineError):
+        both.vllm.submit(request("late", both.prompt(40)), collector)
+    _, alive = psutil.wait_procs(ours, timeout=60)
+    assert alive == []
+    assert not directory.exists()

@@ -10,7 +10,7 @@ import pytest
 import ray
 from rich.console import Console
 
-from serve_app.cli import instance
+from serve_app.cli import instance, local_ray
 from serve_app.cli.instance import failure
 from serve_app.config.app import AppConfig
 from serve_app.errors import innermost
@@ -49,7 +49,7 @@ def test_only_a_node_that_was_too_slow_is_started_again(
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr(instance, "end_descendants", ended.append)
+    monkeypatch.setattr(local_ray, "end_descendants", ended.append)
     said, logs = io.StringIO(), None
     with suppress(RuntimeError):
         logs = instance._start_ray(AppConfig(model="demo"), False, Console(file=said))
