@@ -1,6 +1,7 @@
 """The cost of a streamed token and a request outside the model: CPU time and wake-ups of each kind of process.
 
-Both are the kernel's counts. A wake-up is a thread that waited and runs again (a voluntary switch).
+Both are the kernel's counts. A wake-up is a thread that waited and runs again (a voluntary switch). ``--strace`` counts
+system calls too, in a pass of their own: it slows what it watches.
 
 The engine is simulated. ``--models`` also measures the same settings as an entry of `models`, in turns;
 ``--vllm-python`` also measures `vllm serve` in that environment, on CPUs, with each of its front doors.
@@ -8,6 +9,10 @@ The engine is simulated. ``--models`` also measures the same settings as an entr
 
 import asyncio
 import re
+import shutil
+import signal
+import subprocess
+import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -47,6 +52,11 @@ VLLM = {"vllm serve": {}, "vllm serve, Rust": {"VLLM_USE_RUST_FRONTEND": "1"}}
 
 UNITS = ("us_a_token", "ms_a_request")
 
+TRACED = ("ingress", "replica", "haproxy", "api server")
+"""Kinds whose system calls are counted: those on the way of a token."""
+
+IDLE_S = 3.0
+
 SYSTEM_TOKENS, QUESTION_TOKENS, LONG_TOKENS = 200, 50, 4500
 
 
@@ -79,6 +89,47 @@ def wakeups(pid: int) -> int:
     return count
 
 
+@contextmanager
+def system_calls(mark: str) -> Iterator[dict[str, Counter[str]]]:
+    """Count the system calls of the block by kind of process and name, those of idle threads too; see TRACED.
+
+    The counters are filled at the end of the block. Raises BenchmarkError without strace, or if it may not attach.
+    """
+    counts: dict[str, Counter[str]] = {}
+    strace = shutil.which("strace")
+    if strace is None:
+        raise BenchmarkError("no strace: apt-get install strace")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as watching:
+        for process, command in marked_processes(mark):
+            kind = next((kind for kind, pattern in KINDS if re.search(pattern, command)), "other")
+            if kind in TRACED:
+                watching.callback(_add_calls, counts.setdefault(kind, Counter()), Path(folder, str(process.pid)))
+                watching.enter_context(_traced(strace, process.pid, Path(folder, str(process.pid))))
+        yield counts
+
+
+@contextmanager
+def _traced(strace: str, pid: int, table: Path) -> Iterator[None]:
+    """Attach strace to a process for the block; it writes its counts to ``table``."""
+    command = [strace, "-f", "-c", "-U", "calls,name", "-o", str(table), "-p", str(pid)]
+    watcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert watcher.stderr is not None
+    try:
+        said = watcher.stderr.readline()  # it has attached, or why not
+        if "attached" not in said:
+            raise BenchmarkError(f"strace: {said.strip()}")
+        yield
+    finally:
+        watcher.send_signal(signal.SIGINT)
+        watcher.communicate()
+
+
+def _add_calls(counts: Counter[str], table: Path) -> None:
+    for calls, name in re.findall(r"^\s*(\d+)\s+(\w+)$", table.read_text(), re.M):
+        if name != "total":
+            counts[name] += int(calls)
+
+
 def since(before: Counter[str], now: Counter[str], factor: float) -> dict[str, float]:
     """Return the difference by kind, times ``factor``; a kind without use has 0."""
     return {kind: factor * (count - before[kind]) for kind, count in sorted(now.items())}
@@ -98,6 +149,33 @@ def measured(system: str, options: Options) -> Iterator[tuple[str, str]]:
     python, env = str(options.vllm_python), {MARK: mark, **CPU_ENVIRONMENT, **VLLM[system]}
     with vllm_server(resolve_model(options.model), options.model, flags, env, python) as url:
         yield url, mark
+
+
+async def count_calls(url: str, mark: str, options: Options) -> dict[str, Any]:
+    """Return the system calls a second of idle processes, a streamed token and a short warm request."""
+    model = resolve_model(options.model)
+    system = text_of(SYSTEM_TOKENS, model, 1)
+    async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as client:
+
+        async def ask(number: int, max_tokens: int) -> int:
+            text = text_of(QUESTION_TOKENS, model, 900_000 + number)
+            body = chat_body(options.model, max_tokens, text, system)
+            return (await stream_chat(client, url, {**body, "ignore_eos": True})).completion_tokens
+
+        await ask(0, 8)
+        with system_calls(mark) as idle:
+            await asyncio.sleep(IDLE_S)
+        with system_calls(mark) as streamed:
+            tokens = sum(await asyncio.gather(*(ask(1 + each, options.max_tokens) for each in range(options.clients))))
+        requests = max(options.short_requests // 3, 1)
+        with system_calls(mark) as short:
+            for each in range(requests):
+                await ask(10_000 + each, 1)
+    seen = (("idle_a_second", idle, IDLE_S), ("a_token", streamed, tokens), ("a_request", short, requests))
+    return {
+        name: {kind: {call: count / by for call, count in calls.most_common()} for kind, calls in counts.items()}
+        for name, counts, by in seen
+    }
 
 
 async def measure(url: str, mark: str, options: Options, run: int) -> dict[str, Any]:
@@ -151,6 +229,7 @@ async def measure(url: str, mark: str, options: Options, run: int) -> dict[str, 
     flag("short-requests", 300),
     flag("long-requests", 40),
     flag("models", False, "also measure the same settings as an entry of `models`"),
+    flag("strace", False, "also count system calls, by strace"),
     flag("vllm-python", None, "the Python of an environment with vLLM, for comparison", type=Path),
     model="demo",
 )
@@ -169,6 +248,13 @@ def run(options: Options) -> Findings:
         f"short warm request {_figure(short['ingress'], 1)} and {_figure(short['replica'], 1)} ms. "
         f"One core of an ingress carries {1e6 / token['ingress']['p50']:,.0f} tokens a second."
     )
+    if options.strace:
+        calls = results["warmpath"]["system_calls"]
+        shown = [
+            f"{name} {sum(calls['a_token'][name].values()):.1f} and {sum(calls['a_request'][name].values()):.0f}"
+            for name in calls["a_token"]
+        ]
+        summary += f" System calls a token and a short request, with those of idle threads: {', '.join(shown)}."
     if options.models:
         results["models_ratios"] = ratios = {
             name: percentile([_total(one, name) / _total(other, name) for one, other in _pairs(results)], 50)
@@ -201,7 +287,11 @@ def measured_in_turns(systems: Sequence[str], options: Options) -> dict[str, dic
             return asyncio.run(measure(*places[system], options, number))
 
         runs = in_turns(systems, options.runs, turn)
-    return {system: {"spread": spreads(rows), "runs": rows} for system, rows in runs.items()}
+        results = {system: {"spread": spreads(rows), "runs": rows} for system, rows in runs.items()}
+        if options.strace:
+            for system, place in places.items():
+                results[system]["system_calls"] = asyncio.run(count_calls(*place, options))
+    return results
 
 
 def _pairs(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
