@@ -76,7 +76,9 @@ class Supervisor:
                 command or [sys.executable, *path_flags(), "-c", "from serve_app.cli.instance import main; main()"],
                 stdin=theirs.fileno(),
                 env={**os.environ, OWNER: str(os.getpid())},
-                start_new_session=True,  # a terminal's Ctrl-C reaches only this process
+                # A terminal's Ctrl-C reaches only this process. Not a session of its own: Linux divides processors between
+                # sessions, whatever runs in them.
+                process_group=0,
             )
             theirs.close()
             orphans = signal.signal(signal.SIGCHLD, lambda *_: forget_orphans((process.pid,)))
