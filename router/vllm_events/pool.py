@@ -132,6 +132,10 @@ class FollowedPool:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._reported)
 
+    def get(self, block: bytes) -> HeldBlock | None:
+        """Return a block of the pool that can be hit (any thread)."""
+        return self._blocks.get(block) if block in self._reported else None
+
     @property
     def held_blocks(self) -> int:
         """The distinct blocks that vLLM's pool holds, in all groups."""

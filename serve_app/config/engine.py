@@ -111,8 +111,7 @@ CAPABILITIES: dict[Capability, CapabilitySettings] = {
         "saved prompts", ("pin_budget", "save_ttl_s"), {"pin_budget": 0.0}, without="no prompt is kept in the cache"
     ),
     "tiers": CapabilitySettings(
-        "tiers of this kind below its pool; vllm has kv_offloading_size",
-        TIER_SETTINGS,
+        "tiers below its pool", TIER_SETTINGS, without="no KV goes to disk or to an object store"
     ),
     "host_memory": CapabilitySettings(
         "offloading of vLLM's; its own host memory is host_cache_bytes",
@@ -177,12 +176,12 @@ class EngineTraits:
 
 _OF_ALL: frozenset[Capability] = frozenset(
     {
-        *("prefixes", "copies", "saves", "adapters"),
+        *("prefixes", "copies", "saves", "tiers", "adapters"),
         *("turns", "shares", "public_prompts", "store_kv", "predictions", "exact_resume"),
         *("resume", "grammars"),
     }
 )
-_BUILT_IN: frozenset[Capability] = _OF_ALL | {"tiers", "step_time"}
+_BUILT_IN: frozenset[Capability] = _OF_ALL | {"step_time"}
 
 ENGINES: dict[EngineName, EngineTraits] = {
     "torch": EngineTraits("serve_app.replica.engine_factory:TORCH", _BUILT_IN, built_in=True),

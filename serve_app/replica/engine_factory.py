@@ -14,7 +14,7 @@ from serve_app.checkpoints.checkpoint import CheckpointError, CheckpointInfo, st
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
 from serve_app.checkpoints.sources import with_local_drafter
 from serve_app.config.app import AppConfig
-from serve_app.config.cache import CPU_POOL_BYTES
+from serve_app.config.cache import CPU_POOL_BYTES, CacheSection
 from serve_app.config.engine import SPEC_ARGS
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import Engine, EngineMaker, EventSink
@@ -85,7 +85,8 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     if kv_dtype not in ("float16", "bfloat16"):
         kv_dtype = dtype if kv_dtype == "auto" else "fp8"  # numbers of four bits are counted as eight
     model_config = _model_config(info.path, config.hf_overrides)
-    copies = config.enable_prefix_caching and any((config.kv_pull, config.prewarm, config.handover))
+    moves = (config.kv_pull, config.prewarm, config.handover, config.disk_cache_bytes, config.object_cache_url)
+    copies = config.enable_prefix_caching and any(moves)
     sizes = (config.block_size, *config.rank_sizes)
     block_bytes = kv_bytes_per_block(model_config, kv_dtype, *sizes, grouped=not copies)
     arguments = {name: value for name, value in config.engine_args.items() if name not in SPEC_ARGS}
@@ -106,6 +107,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
         block_bytes=block_bytes,
         model_fingerprint=fingerprint_with(info.fingerprint, given),
         copies=copies,
+        tiers=config if config.enable_prefix_caching else CacheSection(),
         pin_budget=config.pin_budget if config.enable_prefix_caching else 0.0,
         num_blocks=num_blocks,
         max_model_len=max_model_len(config, info),

@@ -356,6 +356,7 @@ class Replica:
             scope=scope,
             root=scope.root(os.urandom(16)),
             sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0),
+            store_kv=False,  # else it would go to the tiers
         )
         running = self._running.begin(request, TokenStream())
         try:

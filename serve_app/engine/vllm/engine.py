@@ -43,11 +43,14 @@ from serve_app.engine.vllm.sampling.params import vllm_sampling
 from serve_app.engine.vllm.saves import VllmSaves
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, tenant_args
 from serve_app.engine.vllm.settings import VllmSettings, capability_samples
+from serve_app.engine.vllm.tiers import VllmTiers
 from serve_app.engine.vllm.transfer.job_runner import JobRunner
 from serve_app.engine.vllm.transfer.migration import VllmMigration
 
 _LABELS = (("engine", "vllm"),)
 _REASONS: dict[str, FinishReason | None] = {"": None, "stop": "stop", "length": "length", "abort": "cancelled"}
+_LOADS = 2
+"""Most loads from tiers that a request waits for: after another request's, one of its own."""
 LAST_STEP_S = 5.0
 """How long to wait for the end of the step in which a request was left, if vLLM reports none."""
 _RESET_TOLD_S = 10.0
@@ -78,7 +81,6 @@ class VllmEngine(OutsideEngine):
         self._predicts = settings.enable_prefix_caching and "predictions" not in off
         group = settings.data_parallel
         sockets = self._endpoints.of_rank(0 if group is None else group.rank)
-        self._events = EventSubscriber(*sockets, self._pool, event_sink)
         self.adapters = VllmAdapters(directory / "adapters", self._frontend, settings).slots
         self._jobs = JobRunner(self._frontend, self.adapters, self._copies)
         self._saves = VllmSaves(settings, facts, self._pool, self._jobs.run, self._meters)
@@ -93,6 +95,23 @@ class VllmEngine(OutsideEngine):
             lambda: self._load.kv_usage,
             lambda saved, prefix: self._frontend.call(self._saves.take_over(saved, prefix)).result(),
         )
+        try:
+            self._tiers = VllmTiers(
+                settings,
+                facts.num_blocks,
+                self._pool,
+                self.transfer,
+                self._meters,
+                self._saves.pins,
+                lambda: bool(self._load.live),
+                event_sink,
+            )
+        except BaseException:
+            self._frontend.stop()
+            self._endpoints.remove()
+            raise
+        self._saves.on_saved = self._tiers.saved
+        self._events = EventSubscriber(*sockets, self._pool, self._tiers.hear)
 
     def start(self) -> None:
         """Begin to listen to vLLM's events, if it sends any; vLLM itself runs since construction."""
@@ -100,6 +119,7 @@ class VllmEngine(OutsideEngine):
             self._jobs.step(self.settings.tenant_shares)
         if self._predicts:
             self._events.start()
+        self._tiers.start()
 
     def stop(self) -> None:
         """End vLLM's processes; unfinished requests get an "error" output."""
@@ -108,6 +128,7 @@ class VllmEngine(OutsideEngine):
                 return
             self._stopping = True
         self._frontend.call(self._end_all()).result()
+        self._tiers.close()
         self._events.stop()
         self._frontend.stop()
         self._endpoints.remove()
@@ -128,6 +149,7 @@ class VllmEngine(OutsideEngine):
         params = vllm_sampling(request, extra, exact=self.settings.exact, off=self.off)
         if request.store_kv:
             self.transfer.note_owner(request.root, request.scope, request.tenant)
+        self._tiers.note(request)
         self._enter(request, sink, self._pool, size, params)
 
     def _entering(self, request: EngineRequest) -> None:
@@ -140,6 +162,8 @@ class VllmEngine(OutsideEngine):
         report = super().load()
         with self._lock:
             blocks, load_s = self._host_blocks_loaded(), self._host_loads.total
+        more_blocks, more_s = self._tiers.loaded
+        blocks, load_s = blocks + more_blocks, load_s + more_s
         return structs.replace(report, tier_tokens_per_s=blocks * self.settings.block_size / load_s if load_s else 0.0)
 
     def stats(self) -> StatsReport:
@@ -158,6 +182,7 @@ class VllmEngine(OutsideEngine):
                 *pin_samples(pins, _LABELS, self._saves.recalled),
                 *self.adapters.samples(_LABELS),
                 *self._host_samples(),
+                *self._tiers.samples(_LABELS),
             )
         )
 
@@ -179,6 +204,7 @@ class VllmEngine(OutsideEngine):
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
         """Release saves and drop all cached blocks; return False, dropping none, while a request uses one."""
         self._frontend.call(self._saves.clear()).result()
+        self._tiers.reset(tiers=tiers)
         self._events.cleared.clear()
         reset = partial(self._frontend.llm.reset_prefix_cache, reset_connector=bool(self.settings.kv_offloading_size))
         done = bool(self._frontend.call(reset()).result())
@@ -196,6 +222,7 @@ class VllmEngine(OutsideEngine):
         with self._lock:
             self._load.line.shares.set_weights(shares)
         self._frontend.call(self._saves.set_shares(shares)).result()
+        self._tiers.tiers.set_shares(shares)
         self._jobs.step(shares)
 
     @property
@@ -257,17 +284,35 @@ class VllmEngine(OutsideEngine):
                 await live.woken.wait()
                 live.woken.clear()
             if request.remote_kv is not None:  # part of the KV to be copied may not have arrived
-                size, prompt_tokens = self.settings.block_size, len(request.token_ids)
-                cached = self._pool.count_held(request.block_hashes, (prompt_tokens - 1) // size)
-                with self._lock:
-                    live.uncached_tokens = prompt_tokens - cached * size
+                self._recount(live)
+            held = 0
+            for _ in range(_LOADS):
+                if (load := self._tiers.loader.begin(request, held)) is None:
+                    break
+                self._recount(live, load.known)
+                try:
+                    await asyncio.shield(asyncio.wrap_future(load.ended))
+                finally:
+                    self._tiers.loader.leave(load)
+                held = load.held_of(request)
+                self._recount(live, held)
+                if load.request is request:
+                    break
             self._saves.renew(request)
             async for part in parts:
                 if not live.begun:
                     live.save = await self._saves.keep(request)
+                    self._tiers.used(request, part.cached_tokens // self.settings.block_size)
                 self._take(live, part)
                 if live.ended:
                     return
+
+    def _recount(self, live: LiveRequest, expected: int = 0) -> None:
+        """Count a request's tokens to compute anew, by the pool; at least ``expected`` blocks will be there."""
+        request, size = live.request, self.settings.block_size
+        cached = max(expected, self._pool.count_held(request.block_hashes, (len(request.token_ids) - 1) // size))
+        with self._lock:
+            live.uncached_tokens = len(request.token_ids) - cached * size
 
     def _copies(self) -> None:
         with self._lock:
@@ -329,6 +374,9 @@ class VllmEngine(OutsideEngine):
     def _leaving(self, live: LiveRequest, reason: FinishReason) -> None:
         with self._lock:
             self._load.ended(live, left=reason == "cancelled")
+            rests = not self._load.live
+        if rests:
+            self._tiers.rest()
         self.adapters.unpin(live.request.scope.lora)
 
     def _last(self, live: LiveRequest, last: EngineOutput) -> None:

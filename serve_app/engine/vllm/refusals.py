@@ -42,6 +42,11 @@ class Refusal:
 
 TABLE = (
     Refusal(
+        ("host_cache_bytes",),
+        "host memory is vLLM's own",
+        instead="set kv_offloading_size",
+    ),
+    Refusal(
         ("save_ttl_s",),
         "saved prompts stay only within pin_budget, which is 0",
         lambda config: _changed(config, "save_ttl_s") and not config.pin_budget,
@@ -176,7 +181,8 @@ def refused_ranks(config: AppConfig, fields: Mapping[str, Any]) -> list[str]:
 
 
 def _moves(config: AppConfig) -> list[str]:
-    return [name for name in ("kv_pull", "prewarm", "handover") if getattr(config, name)]
+    names = ("kv_pull", "prewarm", "handover", "disk_cache_bytes", "object_cache_url")
+    return [name for name in names if getattr(config, name)]
 
 
 def _changed(config: AppConfig, name: str) -> bool:

@@ -60,6 +60,8 @@ class VllmSaves:
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         """Serialises a pin's beginning and end, so that the connector can know it by its key alone."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.on_saved: Callable[[bytes, float | None], None] | None = None
+        """Called with the chain of a prefix that a save keeps from now on, and its remaining time."""
 
     def renew(self, request: EngineRequest) -> None:
         """Restart the time of the pins that a request reads, and release those unread for their time."""
@@ -113,12 +115,17 @@ class VllmSaves:
             if result is None:
                 prefix = HashedTokens(request.scope, request.identity, chain, request.tenant)
                 outcome = await self._pin(pin.key, prefix, request.root, pin.ttl_s)
+                if outcome == "saved" and pin.explicit and self.on_saved is not None:
+                    self.on_saved(chain, pin.ttl_s)
                 result = self._keeper.pinned(outcome, request.tenant, numbers)
         return result
 
     async def _take_over(self, saved: SavedPrefix, prefix: HashedTokens, root: bytes) -> Pinned:
         async with self._lock(saved.key):
-            return await self._pin(saved.key, prefix, root, saved.ttl_s, saved.unread_s)
+            outcome = await self._pin(saved.key, prefix, root, saved.ttl_s, saved.unread_s)
+            if outcome == "saved" and self.on_saved is not None:
+                self.on_saved(prefix.chain, None if saved.ttl_s is None else saved.ttl_s - saved.unread_s)
+            return outcome
 
     async def _pin(
         self, key: bytes, prefix: HashedTokens, root: bytes, ttl_s: float | None, unread_s: float = 0.0

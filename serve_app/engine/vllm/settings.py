@@ -29,7 +29,7 @@ IN_CORE: frozenset[Capability] = frozenset({"turns", "shares", "public_prompts",
 """The capabilities of this package's scheduler."""
 
 CHECKED: frozenset[Capability] = IN_CORE | {
-    *("saves", "copies", "host_memory"),
+    *("saves", "copies", "tiers", "host_memory"),
     *("exact_resume", "resume", "grammars", "draft_hits"),
 }
 """Those that the installed version of vLLM may not allow: see ``scheduling.hooks``."""
@@ -91,7 +91,9 @@ class VllmSettings:
     model_fingerprint: str = ""
     """Of config and weights."""
     copies: bool = False
-    """Whether KV is copied to and from other replicas."""
+    """Whether KV is copied to and from other replicas, or tiers."""
+    tiers: CacheSection = field(default_factory=CacheSection)
+    """The tiers below the pool."""
     pin_budget: float = 0.0
     """The limit of pins, as a part of the pool if below 1, else in its blocks."""
     enforce_eager: bool = False
@@ -126,6 +128,7 @@ class VllmSettings:
         return replace(
             self,
             copies=self.copies and "copies" not in off,
+            tiers=CacheSection() if "tiers" in off else self.tiers,
             pin_budget=0.0 if "saves" in off else self.pin_budget,
             exact_resume="off" if "exact_resume" in off else self.exact_resume,
             speculative_config={

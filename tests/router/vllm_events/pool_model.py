@@ -18,7 +18,7 @@ import numpy as np
 import zmq
 
 from router.feed.sequencing import BlockMirror
-from router.protocol.block_hash import HASH_BYTES, TokenArray, hash_blocks, split_chain
+from router.protocol.block_hash import HASH_BYTES, TokenArray, extend_chain, hash_blocks, split_chain
 from router.protocol.events import Event
 from router.vllm_events.batches import (
     END_OF_REPLAY,
@@ -49,13 +49,18 @@ def hold(pool: FollowedPool, root: bytes, ids: TokenArray, size: int, blocks: in
 
 @dataclass
 class Request:
-    """A running request: its tokens so far, and its blocks in the pool. The first ``hashed`` are announced."""
+    """A running request: its tokens so far, and its blocks in the pool. The first ``hashed`` are announced.
+
+    The first ``public`` are all tenants', under the first of two roots; the first ``hits`` were held before.
+    """
 
     root: bytes
     lora: str | None
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
     hashed: int = 0
+    public: int = 0
+    hits: int = 0
 
 
 class PoolModel:
@@ -82,12 +87,12 @@ class PoolModel:
         events, self.events = self.events, []
         return events
 
-    def begin(self, root: bytes, lora: str | None, tokens: list[int], chunk: int) -> Request | None:
+    def begin(self, root: bytes, lora: str | None, tokens: list[int], chunk: int, public: int = 0) -> Request | None:
         """Hit existing blocks, then compute up to ``chunk`` tokens. None: no space."""
-        request = Request(root, lora, tokens)
+        request = Request(root, lora, tokens, public=public)
         hits = self.match(request, (len(tokens) - 1) // self.size)
         self.touch(hits)
-        request.blocks, request.hashed = list(hits), len(hits)
+        request.blocks, request.hashed, request.hits = list(hits), len(hits), len(hits)
         if not self.proceed(request, len(hits) * self.size + chunk):
             self.end(request)
             return None
@@ -157,7 +162,7 @@ class PoolModel:
             self.content[request.blocks[index]] = hashes[index]
             tokens = np.array(request.tokens[: (index + 1) * size], dtype=np.int32)
             self.roots[hashes[index]] = request.root
-            self.ours[hashes[index]] = hash_blocks(request.root, tokens, size)[-HASH_BYTES:]
+            self.ours[hashes[index]] = extend_chain(request.root, request.public, tokens, size)[-HASH_BYTES:]
         self.events.append(self._event(request, hashes, first, full))
         request.hashed = full
 
@@ -189,7 +194,8 @@ class PoolModel:
 
 
 def _extra_keys(request: Request, index: int) -> tuple[str, ...] | None:
-    return ((request.lora,) if request.lora else ()) + ((request.root.hex(),) if index == 0 else ()) or None
+    roots = {request.public: request.root[HASH_BYTES:], 0: request.root[:HASH_BYTES]}
+    return ((request.lora,) if request.lora else ()) + ((roots[index].hex(),) if index in roots else ()) or None
 
 
 class Routers:

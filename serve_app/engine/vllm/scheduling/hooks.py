@@ -68,6 +68,11 @@ def _copies() -> None:
         raise TypeError("its workers have no rank")
 
 
+def _tiers() -> None:
+    _copies()
+    _probed("predictions")
+
+
 def exact_resume() -> None:
     """Raise an error unless vLLM's samplers take what ours take."""
     from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -100,6 +105,7 @@ CHECKS: dict[Capability, Callable[[], None]] = {
     "host_memory": partial(_probed, "host_memory"),
     "saves": _saves,
     "copies": _copies,
+    "tiers": _tiers,
     "exact_resume": exact_resume,
     "resume": _resume,
     "grammars": partial(_probed, "grammars"),

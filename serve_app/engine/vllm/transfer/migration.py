@@ -71,6 +71,16 @@ class VllmMigration:
                 if len(self._owners) > self.facts.num_blocks:
                     self._owners.popitem(last=False)
 
+    @property
+    def kv_format(self) -> KvFormat | None:
+        """The format of loadable KV; None if none can leave or enter."""
+        return self._format
+
+    def owner_of(self, root: bytes) -> tuple[PrefixScope, str] | None:
+        """Return the scope and tenant of a root that ``note_owner`` was told; None for others (any thread)."""
+        with self._lock:
+            return self._owners.get(root)
+
     def export_prefix(
         self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
     ) -> KvChain | None:

@@ -168,5 +168,5 @@ def test_an_architecture_that_is_not_served(
 
 
 def test_settings_that_vllm_cannot_follow_are_told_all_at_once() -> None:
-    unfollowed = sentences("/no/model", "elsewhere", engine="vllm", disk_queue_bytes="1MiB", save_ttl_s=60)
-    assert [sentence.partition(":")[0] for sentence in unfollowed] == ["disk_queue_bytes", "save_ttl_s"]
+    unfollowed = sentences("/no/model", "elsewhere", engine="vllm", host_cache_bytes="1MiB", save_ttl_s=60)
+    assert [sentence.partition(":")[0] for sentence in unfollowed] == ["host_cache_bytes", "save_ttl_s"]

@@ -120,12 +120,6 @@ def test_prompts_stay_on_the_machine_and_out_of_logs() -> None:
 TENANT = {"name": "a", "key_sha256": ["0" * 64]}
 CHANGED: dict[str, dict[str, Any]] = {
     "host_cache_bytes": {"host_cache_bytes": 1024},
-    "disk_cache_bytes": {"disk_cache_bytes": 1024, "disk_cache_dir": "x"},
-    "disk_cache_dir": {"disk_cache_dir": "x"},
-    "disk_queue_bytes": {"disk_queue_bytes": "1MiB"},
-    "tier_load_ratio": {"tier_load_ratio": 2},
-    "object_cache_url": {"object_cache_url": "file:///kv"},
-    "object_cache_bytes": {"object_cache_bytes": "1GiB"},
     "kv_offloading_size": {"kv_offloading_size": 4, "enable_prefix_caching": False},
     "save_ttl_s": {"save_ttl_s": 60},
     "max_itl_ms": {"max_itl_ms": 50.0},
@@ -151,6 +145,8 @@ def test_every_setting_that_vllm_refuses_is_tried() -> None:
 MOVES = {"kv_pull": True, "prewarm": True, "handover": True, "pin_budget": 0.5, "save_ttl_s": 60}
 TENANTS = [{**TENANT, "requests_per_second": 2, "cache_share": 2, "trust_group": "g", "store_kv": False}]
 PUBLIC = [{"name": "p", "version": "1", "text": "x"}]
+DISK = {"disk_cache_bytes": "1GiB", "disk_cache_dir": "x", "disk_queue_bytes": "1MiB", "tier_load_ratio": 2}
+STORE = {"object_cache_url": "file:///kv", "object_cache_bytes": "1GiB"}
 
 
 @pytest.mark.parametrize(
@@ -161,6 +157,7 @@ PUBLIC = [{"name": "p", "version": "1", "text": "x"}]
         ({"speculative_model": "ngram", "num_speculative_tokens": 8}, True),
         ({"block_size": 64, "tenants": TENANTS, "lora_adapters": {"x": "x"}, **MOVES}, True),
         ({"public_prompts": PUBLIC, "prompts_dir": "x"}, True),
+        ({**DISK, **STORE}, True),
     ],
 )
 def test_settings_that_vllm_supports_are_not_refused(settings: dict[str, Any], on_cpu: bool) -> None:
@@ -223,6 +220,14 @@ def test_settings_that_a_models_layers_rule_out_are_refused(
 def test_windows_are_kept_and_states_are_not(fields: dict[str, Any], reason: str) -> None:
     found = refused_model(fields, AppConfig(engine="vllm", block_size=32, pin_budget=0.5), on_cpu=True)
     assert found == [] if not reason else len(found) == 1 and found[0].startswith(reason)
+
+
+@pytest.mark.parametrize(("name", "tier"), [("disk_cache_bytes", DISK), ("object_cache_url", STORE)])
+def test_tiers_need_all_kv_of_a_prefix(name: str, tier: dict[str, Any]) -> None:
+    config = AppConfig(engine="vllm", block_size=32, **tier)
+    for fields in ({"model_type": "mistral", "sliding_window": 4096}, STATE):
+        (refused,) = refused_model(fields, config, on_cpu=True)
+        assert refused.startswith(f"{name}: a model with")
 
 
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 80}
