@@ -233,7 +233,7 @@ def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, gpus: int,
 
     Sends the address of Ray's head, then each command's result, each with an error message or "".
     """
-    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches only the parent, which ends the pipe
+    os.setsid()  # a terminal's Ctrl-C reaches only the parent, which ends the pipe
     with Path(log).open("ab") as file:
         for output in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), output.fileno())

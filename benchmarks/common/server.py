@@ -77,7 +77,7 @@ def server_process(
     """
     with leaving_on_sigterm(), tempfile.NamedTemporaryFile("w+", prefix="warmpath-benchmark-", suffix=".log") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, process_group=0,
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
             env={**os.environ, **(env or {})},
         )  # fmt: skip
         try:

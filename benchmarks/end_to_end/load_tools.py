@@ -87,7 +87,7 @@ class Load:
         with log.open("w") as output:
             process = subprocess.Popen(
                 [self.command, *map(str, arguments)], cwd=self.folder, stdout=output, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, process_group=0,
+                stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
             try:
                 status: int | str = process.wait(self.within_s)

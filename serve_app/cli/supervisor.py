@@ -76,9 +76,7 @@ class Supervisor:
                 command or [sys.executable, *path_flags(), "-c", "from serve_app.cli.instance import main; main()"],
                 stdin=theirs.fileno(),
                 env={**os.environ, OWNER: str(os.getpid())},
-                # A terminal's Ctrl-C reaches only this process. Not a session of its own: Linux divides processors
-                # between sessions, and a new one may get next to nothing.
-                process_group=0,
+                start_new_session=True,  # a terminal's Ctrl-C reaches only this process
             )
             theirs.close()
             orphans = signal.signal(signal.SIGCHLD, lambda *_: forget_orphans((process.pid,)))

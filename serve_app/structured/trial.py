@@ -140,7 +140,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C is for the server, which ends this one
+            start_new_session=True,  # Ctrl-C is for the server, which ends this one
         )
         assert self._popen.stdin is not None and self._popen.stdout is not None
         self._in, self._out = self._popen.stdin, self._popen.stdout

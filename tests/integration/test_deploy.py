@@ -146,7 +146,7 @@ def started(start: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
     for _ in range(3):
         with START:
             process = subprocess.Popen(
-                start, env={**env, "PYTHONUNBUFFERED": "1"}, cwd=ROOT, process_group=0, stdout=subprocess.PIPE
+                start, env={**env, "PYTHONUNBUFFERED": "1"}, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE
             )
             assert process.stdout is not None
             if any(b"Ray runtime started" in line for line in process.stdout):

@@ -137,7 +137,7 @@ def test_its_steps_install_what_starts(tmp_path: Path) -> None:
                 env=image.environment(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                process_group=0,
+                start_new_session=True,
             )
             try:
                 url = check[-1].replace(":8000/", f":{port}/")

@@ -43,7 +43,7 @@ class Serving:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "http_proxy": NO_PROXY, "HTTP_PROXY": NO_PROXY, **SECRET},
-            process_group=0,
+            start_new_session=True,
         )
 
     def wait_for(self, word: str) -> None:
