@@ -311,27 +311,32 @@ class ObjectStore:
         return []
 
     def _sweep(self) -> None:
-        """Remove the oldest objects above the bound, and what writers left that ended midway."""
-        if not self._sweeping.acquire(blocking=False):
-            return
-        try:
-            self._next_sweep_s, self._written_bytes = self._clock() + SWEEP_S, 0
-            objects = self._listing()
-            excess = sum(size for _, size, _ in objects) - self._capacity_bytes
-            if excess > 0:
-                excess += self._capacity_bytes // SWEEP_PART
-            old: list[str] = []
-            for written_s, size, path in objects:
-                torn = path.endswith(".tmp") and written_s < self._wall_clock() - FRESH_S
-                if excess > 0 or torn:
-                    old.append(path)
-                    excess -= size
-            self._remove(old)
-            self.counts.evicted_blocks += len(old)
-        except Exception as error:
-            self._failed(error)
-        finally:
-            self._sweeping.release()
+        """Remove the oldest objects above the bound, again if enough is written meanwhile: one sweep runs at a time."""
+        while self._sweeping.acquire(blocking=False):
+            try:
+                self._sweep_once()
+            except Exception as error:
+                self._failed(error)
+            finally:
+                self._sweeping.release()
+            if self._written_bytes * SWEEP_PART < self._capacity_bytes:
+                return
+
+    def _sweep_once(self) -> None:
+        """Remove what is above the bound now, and what writers left that ended midway."""
+        self._next_sweep_s, self._written_bytes = self._clock() + SWEEP_S, 0
+        objects = self._listing()
+        excess = sum(size for _, size, _ in objects) - self._capacity_bytes
+        if excess > 0:
+            excess += self._capacity_bytes // SWEEP_PART
+        old: list[str] = []
+        for written_s, size, path in objects:
+            torn = path.endswith(".tmp") and written_s < self._wall_clock() - FRESH_S
+            if excess > 0 or torn:
+                old.append(path)
+                excess -= size
+        self._remove(old)
+        self.counts.evicted_blocks += len(old)
 
     def _clear(self) -> None:
         """Remove all objects, again and again until it succeeds."""

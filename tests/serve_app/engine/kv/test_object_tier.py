@@ -212,6 +212,26 @@ def test_the_bound_holds_and_the_oldest_blocks_go_first(tmp_path: Path, make_eng
     assert run_all(engine, [request("old", prompt(200, 0), 1)]).cached["old"] == 0
 
 
+def test_what_is_written_beside_a_sweep_is_swept_after_it(
+    tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer's own sweep ends at once, as one is running; there may be no later writer."""
+    sweeper, again, listing = list[int](), threading.Event(), object_tier.ObjectStore._listing
+
+    def listed(tier: object_tier.ObjectStore) -> Any:
+        if not sweeper:
+            sweeper.append(threading.get_ident())
+            tier._written_bytes = tier._capacity_bytes
+            tier._sweep()
+        elif sweeper[0] == threading.get_ident():
+            again.set()
+        return listing(tier)
+
+    monkeypatch.setattr(object_tier.ObjectStore, "_listing", listed)
+    spill(make_engine(tiers=tiers(f"file://{tmp_path}", most_bytes=40 * BLOCK), **SMALL), prompt(200, 0))
+    assert again.wait(60)
+
+
 def test_a_reset_removes_every_block_and_nothing_is_read_before(
     faulty: type[FaultyStore], make_engine: MakeEngine
 ) -> None:
