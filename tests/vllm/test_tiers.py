@@ -15,6 +15,7 @@ from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
 from serve_app.cache.tiers.disk import DiskTier
 from serve_app.engine.protocol import Save
+from serve_app.engine.vllm import tier_loader, tier_writer
 from tests.harness.eventually import eventually
 from tests.serve_app.engine.adapters import described, save_adapter
 from tests.serve_app.engine.tiny import SCOPE, Collector, request, root_of, run_all, sample
@@ -24,6 +25,16 @@ PROMPT = 700
 USABLE = (PROMPT - 1) // BLOCK * BLOCK
 TIERS = {"tier_load_ratio": 1e9, "kv_pull": False}
 DISK = {**TIERS, "disk_cache_bytes": "1GiB"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """No limit of time ends a copy because the machine is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier_loader, "UNKNOWN_DEADLINE_S", 600.0)
+        for name in ("SAVE_S", "ROOM_S", "CLOSE_S"):
+            patch.setattr(tier_writer, name, 600.0)
+        yield
 
 
 def settle(both: Both) -> None:

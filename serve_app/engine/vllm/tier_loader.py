@@ -98,9 +98,12 @@ class PrefixLoader:
 
         None if there is nothing to wait for.
         """
-        chain, usable = request.block_hashes, (len(request.token_ids) - 1) // self.block_size
-        tiers, held = self.tiers, max(after, self.pool.count_held(chain, usable))
-        if not tiers.tiers or not request.reads_kv or held >= usable:
+        tiers, chain = self.tiers, request.block_hashes
+        if not tiers.tiers or not request.reads_kv:
+            return None
+        usable = (len(request.token_ids) - 1) // self.block_size
+        held = max(after, self.pool.count_held(chain, usable))
+        if held >= usable:
             return None
         # Without vLLM's host memory: blocks enter the pool behind others there.
         first = max(after, count_leading(chain, usable, lambda block: self.pool.get(block) is not None))

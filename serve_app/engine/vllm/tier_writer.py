@@ -276,19 +276,9 @@ class TierWriter:
 
         Parents come first.
         """
-        above: _Offered | None = None
-        found: list[tuple[bytes, HeldBlock]] = []
-        block = tip
-        while whole or (above := self._lately(block)) is None:
-            held = self.pool.get(block)
-            if held is None:
-                return []
-            found.append((block, held))
-            if held.root == held.under:
-                break
-            block = held.under
+        above, found = self._path(tip, whole=whole)
         described: list[tuple[TierBlock, _Offered]] = []
-        for block, held in reversed(found):
+        for block, held in found:
             owner = self.transfer.owner_of(held.root) if held.root else above and (above.scope, above.tenant)
             if owner is None:
                 return []
@@ -303,15 +293,9 @@ class TierWriter:
 
     def _prefix(self, tip: bytes) -> HashedTokens | None:
         """Return the whole prefix in the pool that ends with a block; None if some of it is gone."""
-        blocks: list[tuple[bytes, HeldBlock]] = []
-        while (held := self.pool.get(tip)) is not None:
-            blocks.append((tip, held))
-            if held.root == held.under:
-                break
-            tip = held.under
-        else:
+        _, blocks = self._path(tip, whole=True)
+        if not blocks:
             return None
-        blocks.reverse()
         begins = [index for index, (_, held) in enumerate(blocks) if held.root]
         owner = self.transfer.owner_of(blocks[begins[-1]][1].root)
         if owner is None:
@@ -321,6 +305,23 @@ class TierWriter:
         return HashedTokens(
             replace(scope, public_blocks=begins[-1]), ids, b"".join(block for block, _ in blocks), tenant
         )
+
+    def _path(self, tip: bytes, *, whole: bool) -> tuple[_Offered | None, list[tuple[bytes, HeldBlock]]]:
+        """Return the last block of a prefix that was offered lately, and those behind it, parents first.
+
+        ``whole``: None, and all blocks. No blocks if some are gone.
+        """
+        found: list[tuple[bytes, HeldBlock]] = []
+        block, above = tip, None
+        while whole or (above := self._lately(block)) is None:
+            held = self.pool.get(block)
+            if held is None:
+                return None, []
+            found.append((block, held))
+            if held.root == held.under:
+                break
+            block = held.under
+        return above, found[::-1]
 
     def _lately(self, block: bytes) -> _Offered | None:
         """Return what is known of a block that was offered not long ago, and that the first tier has not evicted."""

@@ -33,4 +33,4 @@ def test_a_token_takes_one_write_and_a_look_and_a_write_of_haproxy() -> None:
     for unit, most in (("a_token", MOST_A_TOKEN), ("a_request", MOST_A_REQUEST)):
         for (kind, call), bound in most.items():
             assert calls[unit][kind].get(call, 0.0) <= bound, (unit, kind, call, calls[unit][kind])
-    assert calls["a_token"]["ingress"]["write"] > 0.2, "strace saw the ingress"
+    assert calls["a_token"]["ingress"]["write"] > 0, "strace saw the ingress"

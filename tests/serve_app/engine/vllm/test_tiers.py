@@ -3,7 +3,7 @@
 import random
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -25,7 +25,7 @@ from serve_app.cache.prefix.pins import Pins
 from serve_app.config.cache import CacheSection
 from serve_app.engine.protocol import EngineError, EngineRequest
 from serve_app.engine.reports import EngineMeters
-from serve_app.engine.vllm import tier_writer
+from serve_app.engine.vllm import tier_loader, tier_writer
 from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.tiers import VllmTiers
@@ -43,6 +43,16 @@ SCOPES = [
     PrefixScope("m", salt=b"a", public_blocks=2),
     PrefixScope("m", salt=b"b", public_blocks=2),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """No limit of time ends a copy because the machine is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier_loader, "UNKNOWN_DEADLINE_S", 600.0)
+        for name in ("SAVE_S", "ROOM_S", "CLOSE_S"):
+            patch.setattr(tier_writer, name, 600.0)
+        yield
 
 
 def row_of(scope: PrefixScope, ids: Sequence[int], index: int) -> bytes:
