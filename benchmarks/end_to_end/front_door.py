@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -152,7 +153,7 @@ def measured(system: str, options: Options) -> Iterator[tuple[str, str]]:
 
 
 async def count_calls(url: str, mark: str, options: Options) -> dict[str, Any]:
-    """Return the system calls a second of idle processes, a streamed token and a short warm request."""
+    """Return the system calls a second of idle processes, and what a token and a short warm request add to them."""
     model = resolve_model(options.model)
     system = text_of(SYSTEM_TOKENS, model, 1)
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as client:
@@ -165,16 +166,28 @@ async def count_calls(url: str, mark: str, options: Options) -> dict[str, Any]:
         await ask(0, 8)
         with system_calls(mark) as idle:
             await asyncio.sleep(IDLE_S)
+        started_s = time.monotonic()
         with system_calls(mark) as streamed:
             tokens = sum(await asyncio.gather(*(ask(1 + each, options.max_tokens) for each in range(options.clients))))
+        between_s = time.monotonic()
         requests = max(options.short_requests // 3, 1)
         with system_calls(mark) as short:
             for each in range(requests):
                 await ask(10_000 + each, 1)
-    seen = (("idle_a_second", idle, IDLE_S), ("a_token", streamed, tokens), ("a_request", short, requests))
+        ended_s = time.monotonic()
+
+    def busy(counts: dict[str, Counter[str]], seconds: float, by: int) -> dict[str, dict[str, float]]:
+        return {
+            kind: {call: max(count - idle[kind][call] * seconds / IDLE_S, 0.0) / by for call, count in calls.items()}
+            for kind, calls in counts.items()
+        }
+
     return {
-        name: {kind: {call: count / by for call, count in calls.most_common()} for kind, calls in counts.items()}
-        for name, counts, by in seen
+        "idle_a_second": {
+            kind: {call: count / IDLE_S for call, count in calls.items()} for kind, calls in idle.items()
+        },
+        "a_token": busy(streamed, between_s - started_s, tokens),
+        "a_request": busy(short, ended_s - between_s, requests),
     }
 
 
@@ -254,7 +267,7 @@ def run(options: Options) -> Findings:
             f"{name} {sum(calls['a_token'][name].values()):.1f} and {sum(calls['a_request'][name].values()):.0f}"
             for name in calls["a_token"]
         ]
-        summary += f" System calls a token and a short request, with those of idle threads: {', '.join(shown)}."
+        summary += f" System calls that a token and a short request add to those of idle processes: {', '.join(shown)}."
     if options.models:
         results["models_ratios"] = ratios = {
             name: percentile([_total(one, name) / _total(other, name) for one, other in _pairs(results)], 50)

@@ -85,8 +85,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     if kv_dtype not in ("float16", "bfloat16"):
         kv_dtype = dtype if kv_dtype == "auto" else "fp8"  # numbers of four bits are counted as eight
     model_config = _model_config(info.path, config.hf_overrides)
-    moves = (config.kv_pull, config.prewarm, config.handover, config.disk_cache_bytes, config.object_cache_url)
-    copies = config.enable_prefix_caching and any(moves)
+    copies = config.enable_prefix_caching and bool(vllm_refusals.kv_moves(config))
     sizes = (config.block_size, *config.rank_sizes)
     block_bytes = kv_bytes_per_block(model_config, kv_dtype, *sizes, grouped=not copies)
     arguments = {name: value for name, value in config.engine_args.items() if name not in SPEC_ARGS}

@@ -132,7 +132,7 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
         refused.append(
             "data_parallel_size: in vLLM's CPU build ranks cannot exchange the tokens of their experts; use replicas"
         )
-    moves = _moves(config) if states or windowed else []
+    moves = kv_moves(config) if states or windowed else []
     moves += ["pin_budget"] if states and config.pin_budget else []
     if moves:
         feature = states[0] if states else f"a window of {text.get('sliding_window')} in every layer"
@@ -147,7 +147,7 @@ def costs_of_model(fields: Mapping[str, Any], config: AppConfig) -> list[str]:
     """Return a sentence if settings cost a model, by its config.json, more of the pool than their names say."""
     text: Mapping[str, Any] = fields.get("text_config") or fields
     mixed = {*(text.get("layer_types") or ())} >= {"sliding_attention", "full_attention"}
-    window, moves = text.get("sliding_window"), _moves(config)
+    window, moves = text.get("sliding_window"), kv_moves(config)
     if not (mixed or "sliding_window_pattern" in text) or not window or not moves:
         return []
     return [
@@ -180,7 +180,8 @@ def refused_ranks(config: AppConfig, fields: Mapping[str, Any]) -> list[str]:
     return [f"pipeline_parallel_size={stages} is more than the model has layers; lower it"] if layers < stages else []
 
 
-def _moves(config: AppConfig) -> list[str]:
+def kv_moves(config: AppConfig) -> list[str]:
+    """Return the settings in use that need whole blocks copied out of the pool and into it."""
     names = ("kv_pull", "prewarm", "handover", "disk_cache_bytes", "object_cache_url")
     return [name for name in names if getattr(config, name)]
 
